@@ -7,7 +7,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from _jgg_command import finetune, generate, train
+from _jgg_command import evaluate, finetune, generate, train
 from _jgg_command.arguments import Parser, file, positive_float, positive_int
 from _jgg_command.configuration import with_file
 from _jgg_command.options import DTYPES, SIZES, add_shared
@@ -117,6 +117,7 @@ COMMANDS = {
         "Time grouped GEMMs on this machine, beside a dense product and jax.lax.ragged_dot, and check every result.",
         _bench,
     ),
+    "evaluate": Command(evaluate.DESCRIPTION, evaluate.add_arguments),
     "finetune": Command(finetune.DESCRIPTION, finetune.add_arguments),
     "generate": Command(generate.DESCRIPTION, generate.add_arguments),
     "train": Command(train.DESCRIPTION, train.add_arguments),

@@ -44,7 +44,7 @@ def add_training(parser: Parser, *, learning_rate: str, weight_decay: float, rem
         "--seed", type=seed, default=0, help="of new parameters and of the order (default: %(default)s)"
     )
     _add_measuring(parser)
-    _add_devices(parser)
+    add_devices(parser)
 
 
 def _add_measuring(parser: Parser) -> None:
@@ -60,7 +60,8 @@ def _add_measuring(parser: Parser) -> None:
     _add_flag(parser, "quiet", False, "print only errors")
 
 
-def _add_devices(parser: Parser) -> None:
+def add_devices(parser: Parser) -> None:
+    """Declares over how many devices and processes a model is split."""
     what = "devices that store matrices split (default: all devices / --expert)"
     parser.add_argument("--fsdp", type=positive_int, metavar="N", help=what)
     _add(parser, "expert", 1, "devices that share the experts; --fsdp times --expert is the number of all devices")

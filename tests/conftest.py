@@ -92,3 +92,11 @@ def as_a_reader_runs_it(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
         yield
+
+
+@pytest.fixture
+def offline(tmp_path, monkeypatch):
+    """lm-eval and datasets without a network, with their caches in the test's own folder."""
+    for name in ("HF_HOME", "HF_DATASETS_CACHE", "LM_HARNESS_CACHE_PATH"):
+        monkeypatch.setenv(name, str(tmp_path / "caches"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")

@@ -6,6 +6,7 @@ from jgg.models.decoder import Decoder
 from jgg.models.generated import Generated, TrainingRows
 from jgg.models.generation import generate, stream
 from jgg.models.loading import load
+from jgg.models.loss import Scores
 from jgg.models.saving import named_tensors, save
 from jgg.models.streaming import Stream
 from jgg.models.texts import stream_text
@@ -14,6 +15,7 @@ __all__ = [
     "Decoder",
     "Generated",
     "ModelConfig",
+    "Scores",
     "Stream",
     "TrainingRows",
     "generate",

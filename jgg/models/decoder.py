@@ -1,6 +1,7 @@
 """`Decoder`: a whole mixture-of-experts language model in Flax NNX."""
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.core.arguments import as_flag, as_mask, check_instance
+from jgg.core.arguments import as_array, as_flag, as_mask, check, check_instance
 from jgg.linear.fp8 import Fp8
 from jgg.linear.lora import Lora
 from jgg.models.attention import Place
@@ -16,7 +17,7 @@ from jgg.models.config import ModelConfig
 from jgg.models.embedding import embed, embedded
 from jgg.models.head import Head, logits_of
 from jgg.models.layer import MIXERS, Layer
-from jgg.models.loss import loss_of, losses_of
+from jgg.models.loss import Scores, loss_of, losses_of, scores_of
 from jgg.models.mapped import map_sequences
 from jgg.models.norms import norm
 from jgg.models.parts import TARGETS, Options, set_params
@@ -224,6 +225,38 @@ class Decoder(nnx.Module):
         weights = as_weights("weights", weights, tokens)
         x = self._features(tokens, segments, topk_indices, mask, adapters)
         return loss_of(x, self._w_logits(x.dtype), targets, weights, self.head, self.options.sharding)
+
+    def scores(
+        self,
+        tokens: ArrayLike,
+        targets: ArrayLike,
+        segments: ArrayLike | None = None,
+        *,
+        mask: ArrayLike | None = None,
+        adapters: bool = True,
+    ) -> Scores:
+        """Returns the log-probabilities of targets, for an evaluation, and whether they are the likeliest tokens.
+
+        As with `losses`, logits never exist as a whole. Sows what a call sows. There are no gradients.
+
+        Args:
+          tokens, segments, mask, adapters: as in a call. The mask leaves no target out.
+          targets: integer [B, S, C] or [B, S], from 0 to V - 1, as in `losses`: C tokens, each of which may follow. So
+            the answers to a question that are one token each need one row.
+
+        Returns: `jgg.models.Scores`, its arrays in the shape of the targets.
+        """
+        tokens = as_tokens("tokens", tokens, self.config.vocabulary)
+        targets = as_array("targets", targets)
+        (batch, length), shape = tokens.shape, targets.shape
+        is_right = shape[:2] == (batch, length) and len(shape) in (2, 3) and 0 not in shape[2:]
+        check(is_right, f"targets must be [B, S] or [B, S, C], C at least 1, {[batch, length]}, got {list(shape)}.")
+        alternatives = math.prod(shape[2:])
+        ids = as_tokens("targets", targets.reshape(batch, length * alternatives), self.config.vocabulary)
+        x = self._features(tokens, segments, None, mask, adapters)
+        ids = ids.reshape(batch, length, alternatives)
+        scores = scores_of(x, self._w_logits(x.dtype), ids, self.head, self.options.sharding)
+        return Scores(*(each.reshape(shape) for each in scores))
 
     def _tokens_and_targets(self, tokens: ArrayLike, targets: ArrayLike) -> tuple[jax.Array, jax.Array]:
         """Both as int32 [B, S]."""

@@ -65,6 +65,42 @@ def _losses_bwd(head: Head, residuals: tuple[jax.Array, ...], d_losses: jax.Arra
 _losses.defvjp(_losses_fwd, _losses_bwd)
 
 
+class Scores(NamedTuple):
+    """How likely targets [B, S, C] are.
+
+    Attributes:
+      log_probabilities: float32 [B, S, C], what `Decoder.losses` has, negated; NaN for a target that is no id.
+      is_greedy: bool [B, S, C], whether no token is likelier.
+    """
+
+    log_probabilities: jax.Array
+    is_greedy: jax.Array
+
+
+def scores_of(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head, sharding: MoESharding | None) -> Scores:
+    """The scores of targets int32 [B, S, C], alternatives of one another, by x and w as in `losses_of`."""
+
+    def of_part(w: jax.Array, x: jax.Array, targets: jax.Array) -> Scores:
+        raw = logits_of(x, w, head)
+        logits, log_sums = head.final(raw), losses_by(raw, targets[..., 0], head).log_sums
+        targets = jnp.where(targets < 0, logits.shape[-1], targets)  # else JAX would count from the last logit
+        of_targets = jnp.take_along_axis(logits, targets, axis=-1, mode="fill")
+        return Scores(of_targets - log_sums[..., None], of_targets == jnp.max(logits, axis=-1, keepdims=True))
+
+    def own(w: jax.Array, x: jax.Array, targets: jax.Array) -> Scores:
+        num_parts = _num_parts(x, head.vocabulary(w))
+        parts = jax.lax.map(lambda part: of_part(w, *part), (_parts(x, num_parts), _parts(targets, num_parts)))
+        return jax.tree.map(lambda each: _whole(each, targets.shape), parts)
+
+    if sharding is None:
+        return own(w, x, targets)
+    tokens = sharding.token_spec
+    of_devices = jax.shard_map(
+        own, mesh=sharding.mesh, in_specs=(jax.P(), tokens, tokens), out_specs=tokens, check_vma=False
+    )
+    return Scores(*of_devices(w, x, targets))
+
+
 def loss_of(
     x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, head: Head, sharding: MoESharding | None
 ) -> jax.Array:

@@ -10,10 +10,11 @@ from urllib.parse import urlparse
 import pytest
 
 import jgg
+from jgg.core.versions import REQUIREMENTS
 from jgg.hf.families import FAMILIES
 from tests.support import processes
 from tests.support.processes import ROOT
-from tools import docs_search, speed
+from tools import docs_search, frameworks, speed
 
 DOCS = ROOT / "docs"
 SETTINGS = (ROOT / "mkdocs.yml").read_text()
@@ -87,8 +88,17 @@ def test_links_of_readme_lead_somewhere():
     site, repository = setting("site_url"), setting("repo_url")
     links = re.findall(r"\]\((\S+?)\)", (ROOT / "README.md").read_text())
     assert len(links) > 15
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    jax = re.sub(r">=(\S+),<0.13", r"\1_to_0.12", REQUIREMENTS["jax"])
+    shields = {f"Python-{project['requires-python'].strip('>=')}+", f"JAX-{jax}", "license-Apache--2.0"}
+    badges = {f"https://img.shields.io/badge/{shield}-3f51b5" for shield in shields}
+    assert badges < set(links)
     for link in links:
-        if link.startswith(site):
+        if link in badges:
+            continue
+        if link.startswith(f"{repository}/actions/workflows/"):
+            assert (ROOT / ".github/workflows" / link.split("/workflows/")[1].removesuffix("/badge.svg")).is_file()
+        elif link.startswith(site):
             name, _, anchor = link.removeprefix(site).partition("#")
             assert not name or name.startswith("latest/"), f"{link} names no version of the site"
             name = name.removeprefix("latest/")
@@ -205,6 +215,17 @@ def test_pages_have_titles_and_descriptions_of_their_own():
     assert len(set(descriptions)) == len(descriptions)
     assert not [text for text in descriptions if re.search(r"[`*\[\]|]|\]\(", text)]
     assert [text for text in descriptions if text.endswith(": all")] == ["Changelog: all"]
+
+
+def test_frameworks_are_installed_and_tested_by_the_lines_of_their_page():
+    workflow = (ROOT / ".github/workflows/nightly.yml").read_text()
+    assert f"framework: [{', '.join(frameworks.NAMES)}]" in workflow
+    for name in frameworks.NAMES:
+        assert (ROOT / f"tests/frameworks/test_{name}.py").is_file()
+        assert frameworks.lines_of(name).startswith(f"pip install -e '{ROOT}[dev]'")
+    named = {test.stem.removeprefix("test_") for test in ROOT.glob("tests/frameworks/test_*.py")}
+    assert named == {*frameworks.NAMES, "lm_eval"}  # which is among the packages that all tests need
+    assert "marin-levanter==$VERSION" in frameworks.lines_of("levanter")
 
 
 def test_examples_has_every_program_and_notebook():

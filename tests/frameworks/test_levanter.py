@@ -1,6 +1,7 @@
 """Levanter's experts and haliax's grouped GEMM by jgg: values and gradients against their own."""
 
 import importlib
+import logging
 import sys
 
 import jax
@@ -147,3 +148,18 @@ def test_a_ring_of_several_devices(monkeypatch):
         with jgg.target(90):
             lowered = jax.jit(gradient).trace(*arrays).lower(lowering_platforms=("cuda",)).as_text()
     assert "triton_kernel_call" in lowered
+
+
+def test_the_example_learns_as_with_levanter_alone(monkeypatch, capsys, caplog):
+    from levanter_moe import main  # of examples
+
+    main(["--steps", "21", "--experts", "levanter"])
+    want = capsys.readouterr().out
+    install(monkeypatch)
+    monkeypatch.setattr(ours, "install", lambda: None)
+    with caplog.at_level(logging.INFO, "jgg"):
+        main(["--steps", "21"])
+    assert "jgg computes the experts of Levanter by" in caplog.text
+    assert capsys.readouterr().out == want
+    losses = [float(line.split()[-1]) for line in want.splitlines()]
+    assert len(losses) == 3 and losses[-1] < 0.1 * losses[0]

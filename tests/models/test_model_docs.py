@@ -60,6 +60,16 @@ def test_text_is_generated_with_an_adapter(tmp_path):
     assert np.any(names["new"] != without)
 
 
+def test_targets_are_scored(tmp_path):
+    shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
+    (code,) = code_of("evaluate.md", "In code")
+    names = run_code(code)
+    losses = names["model"].losses(names["tokens"][:, :-1], names["tokens"][:, 1:])
+    np.testing.assert_allclose(names["log_probability"], -losses.sum(), rtol=1e-3)
+    np.testing.assert_allclose(names["perplexity"], np.exp(losses.mean()), rtol=1e-3)
+    assert not names["is_likeliest"]
+
+
 def test_a_run_is_saved_and_restored():
     names = run_code("\n".join(code_of("save.md", "A run")))
     own = nnx.state((names["layer"], names["optimizer"]))

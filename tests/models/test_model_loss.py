@@ -92,6 +92,34 @@ def test_gradients_inside_shard_map(function, num_blocks, monkeypatch):
     assert_close(got, want)
 
 
+@pytest.mark.parametrize("head", [HEAD, Head(0.5, softcap=2.0)])
+def test_scores_are_those_of_all_logits(head, monkeypatch):
+    x, w, targets = features(length=7)
+    logits = np.asarray(head.final(logits_of(x, w, head)), np.float64)
+    targets = np.stack([targets, logits.argmax(-1), np.full(targets.shape, -1)], axis=-1)
+    divide(monkeypatch, 4, 1, 14 * 64)
+    got = jax.jit(lambda *arrays: loss.scores_of(*arrays, head, None))(x, w, jnp.asarray(targets, jnp.int32))
+    want = logits - np.log(np.exp(logits).sum(-1, keepdims=True))
+    want = np.take_along_axis(want, np.maximum(targets, 0), axis=-1)
+    want[..., 2] = np.nan
+    np.testing.assert_allclose(got.log_probabilities, want, rtol=1e-5, atol=1e-5)
+    np.testing.assert_array_equal(got.is_greedy[..., 0], targets[..., 0] == targets[..., 1])
+    assert got.is_greedy[..., 1].all() and not got.is_greedy[..., 2].any()
+
+
+def test_the_scores_of_a_model_are_its_losses():
+    model, tokens = loaded("qwen3_moe"), jnp.asarray(reference("qwen3_moe")["tokens"])
+    targets = jnp.roll(tokens, -1, axis=1)
+    options = {"segments": jnp.arange(tokens.shape[1])[None] // 4 + 0 * tokens}
+    several = model.scores(tokens, jnp.stack([tokens, targets], axis=-1), **options)
+    scores = model.scores(tokens, targets, **options)
+    np.testing.assert_array_equal(scores.log_probabilities, several.log_probabilities[..., 1])
+    np.testing.assert_allclose(scores.log_probabilities, -model.losses(tokens, targets, **options), rtol=1e-5)
+    np.testing.assert_array_equal(scores.is_greedy, model(tokens, **options).argmax(-1) == targets)
+    with pytest.raises(ValueError, match=r"targets must be \[B, S\] or \[B, S, C\], C at least 1, .*, got \[1, 2\]"):
+        model.scores(tokens, [[1, 2]])
+
+
 def test_targets_that_the_vocabulary_lacks_have_the_loss_nan():
     x, w, _ = features()
     targets, is_known = jnp.array([[5, -100, 63], [-1, 64, 0]]), jnp.array([[1, 0, 1], [0, 0, 1]], bool)

@@ -1,0 +1,1 @@
+"""What `jgg evaluate` runs: the loss of a model on texts, and lm-eval's tasks."""

@@ -1,0 +1,90 @@
+"""Runs `jgg evaluate`: loads the model once, and measures it by files and by tasks."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+import jgg.hf
+import jgg.models
+from jgg.cli.console import number, print_table
+from jgg.cli.errors import enough_memory, one_line
+from jgg.cli.evaluation.texts import Measured, Texts
+from jgg.cli.info import origin
+from jgg.cli.options import UsageError, import_with_extra
+from jgg.cli.output import Output
+from jgg.cli.training import devices
+from jgg.hf.hub import folder_of
+from jgg.linear.fp8 import Fp8
+
+_EXPERTS: dict[str, str | Fp8] = {"bfloat16": "dense", "as-stored": "as stored", "fp8": Fp8()}
+_HEADINGS = ("data", "tokens", "loss", "perplexity", "bits per byte")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints what was measured, and writes it; returns 0, or 1 if --output could not be written."""
+    _check(args)
+    devices.join(args)
+    with enough_memory("--batch-size or --sequence-length"):
+        with one_line():
+            args.model = folder_of(args.model)
+            config = jgg.models.model_config(jgg.hf.read_config(args.model))
+            size = args.batch_size
+            sharding = devices.sharding_of(args)
+            args.batch_size = size  # without the size that training has by default
+            tasks = _tasks(args) if args.tasks else None
+            texts = [Texts(file, args, config, sharding) for file in args.data or ()]
+            model = jgg.models.load(args.model, dtype=args.dtype, experts=_EXPERTS[args.experts], sharding=sharding)
+            if args.adapter is not None:
+                jgg.models.load_adapter(model, args.adapter)
+        measured = {str(each.file): each.measured(model) for each in texts}
+        with one_line():
+            results = None if tasks is None else tasks.results(model)
+    return _tell(args, measured, results)
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Raises UsageError for options that do not fit together."""
+    if args.data is None and args.tasks is None:
+        raise UsageError("--data or --tasks must say what to measure, got neither")
+    alone = {
+        "--include-path": args.include_path is not None,
+        "--num-fewshot": args.num_fewshot is not None,
+        "--apply-chat-template": args.apply_chat_template,
+    }
+    for option, is_given in alone.items():
+        if is_given and args.tasks is None:
+            raise UsageError(f"{option} must be given with --tasks, got it alone")
+
+
+def _tasks(args: argparse.Namespace) -> Any:
+    """The tasks that --tasks names."""
+    return import_with_extra("jgg.cli.evaluation.tasks", "evaluate").Tasks(args)
+
+
+def _tell(args: argparse.Namespace, measured: dict[str, Measured], results: Any) -> int:
+    """Prints and writes what was measured, by the first process alone."""
+    if jax.process_index():
+        return 0
+    document = {
+        **origin(),
+        "model": str(args.model),
+        "adapter": args.adapter,
+        "data": {file: each._asdict() for file, each in measured.items()},
+        "tasks": None if results is None else results.document,
+    }
+    output = Output()
+    if args.output is not None:
+        text = json.dumps(document, indent=2, default=str) + "\n"
+        output.write(Path(args.output), lambda path: path.write_text(text, encoding="utf-8"))
+    if args.json:
+        print(json.dumps(document, default=str))
+    else:
+        if measured:
+            rows = [(file, f"{own.tokens:,}", *map(number, own[:3])) for file, own in measured.items()]
+            print_table(_HEADINGS, rows, texts=("data",))
+        if results is not None:
+            print(results.table)
+    return output.report(quiet=args.json)

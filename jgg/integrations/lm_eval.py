@@ -1,0 +1,261 @@
+"""jgg's models in EleutherAI's lm-eval, as its model "jgg". Tested with lm-eval 0.4.13, which needs no PyTorch for it.
+
+    python -m jgg.integrations.lm_eval --model jgg --model_args pretrained=FOLDER,adapter=FOLDER --tasks TASKS
+
+is the command `lm_eval`, which knows "jgg" then. So do programs that import this module, in
+`lm_eval.simple_evaluate(model="jgg", model_args={"pretrained": FOLDER}, tasks=[...])`.
+"""
+
+import json
+import logging
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.api.registry import register_model
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from tqdm import tqdm
+
+import jgg.models
+from jgg.core.arguments import as_int, check
+from jgg.data.tokenizers import check_vocabulary, encode, load_tokenizer, stop_tokens
+from jgg.hf import read_config
+from jgg.hf.hub import folder_of
+from jgg.integrations.lm_eval_batches import Batch, Pair, batches, score
+from jgg.linear.fp8 import Fp8
+from jgg.models import Decoder
+from jgg.models.placement import on_host
+
+_EXPERTS: dict[str, str | Fp8] = {"bfloat16": "dense", "as-stored": "as stored", "fp8": Fp8()}
+_DRAWING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+_LENGTH_KEY, _MAX_LENGTH = "max_position_embeddings", 2048  # the latter of a model that does not say
+_logger = logging.getLogger("jgg")
+
+
+@register_model("jgg")
+class JggLM(TemplateLM):
+    """A model of a Hugging Face folder, computed by `jgg.models`.
+
+    Requests run through the model in batches of few shapes, the longest first. Answers to one question that are one
+    token each, as in MMLU, run through it once. With several processes, each has all requests.
+
+    Args:
+      pretrained: the folder with config.json, safetensors files and tokenizer.json, or a model's name on the Hub.
+      adapter: a folder with a LoRA adapter, for `jgg.models.load_adapter`.
+      model: the model, where it is loaded already; `adapter` then only says which tokens end a text.
+      experts: "bfloat16", in the dtype of the computation; "as-stored", quantized where the folder has them so; or
+        "fp8", quantized and multiplied in FP8.
+      dtype: dtype of the computation.
+      batch_size: sequences of a batch; "auto" for as many as have 16,384 tokens. With a sharding it is rounded up to a
+        multiple of the devices that split sequences.
+      max_length: the most tokens of a sequence, by default max_position_embeddings of config.json. Contexts are cut
+        from the left to what is left of it.
+      max_gen_toks: new tokens of a request that does not say how many.
+      prefix_token_id: the token before a text without a context; by default the tokenizer's bos_token or eos_token.
+      seed: of the tokens that are drawn where a task asks for a temperature.
+      max_batch_size, device: what lm-eval gives each model; without effect.
+
+    Raises: ValueError, OSError: an argument or a file is wrong, as in `jgg.models.load`.
+    """
+
+    def __init__(
+        self,
+        pretrained: str | Path,
+        adapter: str | Path | None = None,
+        *,
+        model: Decoder | None = None,
+        experts: str = "bfloat16",
+        dtype: str = "bfloat16",
+        batch_size: int | str = "auto",
+        max_length: int | None = None,
+        max_gen_toks: int = 256,
+        prefix_token_id: int | None = None,
+        seed: int = 0,
+        max_batch_size: int | None = None,
+        device: str | None = None,
+    ) -> None:
+        super().__init__()
+        check(experts in _EXPERTS, f"experts must be of {', '.join(_EXPERTS)}, got {experts!r}.")
+        is_auto = isinstance(batch_size, str) and batch_size.partition(":")[0] == "auto"
+        self.batch_size = None if is_auto else as_int("batch_size", int(batch_size), 1)
+        pretrained, self._pretrained = folder_of(pretrained), str(pretrained)
+        self.tokenizer = load_tokenizer(pretrained)
+        own_ends = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        self._ends = list(dict.fromkeys([*stop_tokens(pretrained, adapter), *own_ends]))
+        self._prefix = prefix_token_id
+        self.max_length = _max_length(pretrained) if max_length is None else as_int("max_length", max_length, 1)
+        self.max_gen_toks, self._seed = as_int("max_gen_toks", max_gen_toks, 1), as_int("seed", seed, 0)
+        if model is None:
+            model = jgg.models.load(pretrained, experts=_EXPERTS[experts], dtype=dtype)
+            if adapter is not None:
+                jgg.models.load_adapter(model, adapter)
+        self.model = model
+
+    @property
+    def eot_token_id(self) -> int:
+        """The token that ends a text."""
+        check(bool(self._ends), f"{self._pretrained} must have eos_token_id in generation_config.json, got none")
+        return self._ends[0]
+
+    @property
+    def prefix_token_id(self) -> int:
+        """The token before a text without a context."""
+        for token in (self._prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+            if token is not None:
+                return token
+        return self.eot_token_id
+
+    @property
+    def tokenizer_name(self) -> str:
+        """The tokenizer's name in the caches of requests."""
+        return self._pretrained.replace("/", "__")
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What lm-eval writes of the model beside its results."""
+        parameters = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: self.model)))
+        return {"model_num_parameters": parameters, "model_dtype": str(self.model.options.dtype)}
+
+    def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
+        """The messages as the chat template writes them; without `add_generation_prompt`, the last one goes on."""
+        return self.tokenizer.apply_chat_template(
+            chat_history,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=not add_generation_prompt,
+        )
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+        """The tokens of a text, with what the tokenizer puts before it, unless the text begins with that."""
+        ids = encode(self.tokenizer, string, is_rendered=add_special_tokens is False)[0]
+        check_vocabulary(self.tokenizer, ids, self.model.config, repr(string[:80]))
+        return ids
+
+    def _loglikelihood_tokens(
+        self,
+        requests: Sequence[tuple[Any, list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **_: Any,
+    ) -> list[tuple[float, bool]]:
+        pairs = [Pair(context, own) for _, context, own in requests]
+        self._tell_of_cuts(len(pair.context) + len(pair.continuation) - 1 for pair in pairs)
+        results = [(0.0, True)] * len(pairs)
+        with tqdm(total=len(pairs), disable=disable_tqdm, desc="Running loglikelihood requests") as progress:
+            for number, answer in score(self.model, pairs, self.batch_size, self.max_length):
+                results[number] = answer
+                if requests[number][0] is not None:  # which a part of a rolling request has not
+                    self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
+                progress.update()
+        return results
+
+    def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
+        """The natural logarithm of each text's probability; texts longer than max_length in disjoint windows."""
+        windows: list[tuple[None, list[int], list[int]]] = []
+        owners: list[int] = []
+        for number, request in enumerate(requests):
+            of_text = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            windows += [(None, *make_disjoint_window(window)) for window in of_text]
+            owners += [number] * (len(windows) - len(owners))
+        totals = [0.0] * len(requests)
+        for number, (value, _) in zip(owners, self._loglikelihood_tokens(windows, disable_tqdm), strict=True):
+            totals[number] += value
+        for request, total in zip(requests, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[str]:
+        """What the model adds to each context, up to a text of the option "until" or a token that ends a text.
+
+        Of lm-eval's other options it knows max_gen_toks, do_sample, temperature, and those of `jgg.models.generate`:
+        top_p, top_k, min_p and penalties.
+
+        Raises: ValueError: another option, or more new tokens than max_length leaves.
+        """
+        alike: dict[str, list[int]] = {}  # requests with the same options
+        for number, request in enumerate(requests):
+            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        results = [""] * len(requests)
+        with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as progress:
+            for numbers in alike.values():
+                contexts, kwargs = [requests[number].args[0] for number in numbers], requests[numbers[0]].args[1]
+                for index, text in self._generate(contexts, kwargs, numbers):
+                    results[numbers[index]] = text
+                    self.cache_hook.add_partial("generate_until", (contexts[index], kwargs), text)
+                    progress.update()
+        return results
+
+    def _generate(
+        self, contexts: Sequence[str], kwargs: dict[str, Any], seeds: Sequence[int]
+    ) -> Iterator[tuple[int, str]]:
+        """Yields the number of each context with what the model adds to it."""
+        options: dict[str, Any] = dict(normalize_gen_kwargs(kwargs, self.max_gen_toks))
+        until, new = [text for text in options.pop("until") if text], options.pop("max_gen_toks")
+        check(new < self.max_length, f"max_gen_toks must be less than max_length, {self.max_length}, got {new}")
+        temperature = options.pop("temperature", 0.0) if options.pop("do_sample") else 0.0
+        unknown = ", ".join(sorted(options.keys() - set(_DRAWING)))
+        known = f"until, max_gen_toks, do_sample, temperature, {', '.join(_DRAWING)}"
+        check(not unknown, f"options of generation must be of {known}, got {unknown}")
+        stops = [[token] for token in self._ends]
+        stops += [ids for ids in (self.tok_encode(text, add_special_tokens=False) for text in until) if ids]
+        whole = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
+        self._tell_of_cuts(len(ids) + new for ids in whole)
+        prompts = [ids[new - self.max_length :] for ids in whole]
+        for batch in batches(self.model, [len(ids) for ids in prompts], self.batch_size, more=new):
+            # places without a prompt get copies of the first
+            places = [*batch.indices, *[batch.indices[0]] * (batch.rows - len(batch.indices))]
+            rows = jgg.models.generate(
+                self.model,
+                _padded([prompts[index] for index in places], batch),
+                new,
+                lengths=np.array([len(prompts[index]) for index in places]),
+                key=jax.random.key(self._seed),
+                seeds=np.array([seeds[index] for index in places]),
+                stop_tokens=stops,
+                temperature=temperature,
+                **options,
+            )
+            for index, row in zip(batch.indices, on_host(rows).tolist(), strict=False):
+                yield index, self._text(row, stops, until)
+
+    def _text(self, new: list[int], stops: Sequence[list[int]], until: Sequence[str]) -> str:
+        """The text of new tokens before what ends it."""
+        ends = [start for start in range(len(new)) if any(new[start : start + len(stop)] == stop for stop in stops)]
+        new = new[: min(ends, default=len(new))]
+        check(-1 not in new, "the model must have finite logits, got NaN for a new token")
+        text = self.tokenizer.decode(new, skip_special_tokens=True)  # without the prompt, as lm-eval's other models do
+        return text[: min((text.find(end) for end in until if end in text), default=len(text))]
+
+    def _tell_of_cuts(self, lengths: Iterator[int]) -> None:
+        cut = sum(length > self.max_length for length in lengths)
+        if cut:
+            _logger.warning("%d contexts are cut from the left to max_length, %d tokens", cut, self.max_length)
+
+
+def _padded(rows: Sequence[Sequence[int]], batch: Batch) -> np.ndarray:
+    """Int32 [rows, width]."""
+    tokens = np.zeros((batch.rows, batch.width), np.int32)
+    for row, ids in enumerate(rows):
+        tokens[row, : len(ids)] = ids
+    return tokens
+
+
+def _max_length(folder: str | Path) -> int:
+    """max_position_embeddings of config.json, or of the language model that its text_config describes."""
+    config = read_config(folder)
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
+    return next((part[_LENGTH_KEY] for part in parts if part.get(_LENGTH_KEY)), _MAX_LENGTH)
+
+
+if __name__ == "__main__":
+    from lm_eval.__main__ import cli_evaluate
+
+    cli_evaluate()
