@@ -35,8 +35,9 @@ def test_a_stream_gives_what_generate_does_by_its_programs(family):
     number = programs()
     got = stream(model, prompts, 11, **options, stop_tokens=[64, [3, 4]], chunk=4)
     pieces = [next(got)]
-    assert_equal(got.result(), generate(model, prompts, 1, **options, stop_tokens=[64, [3, 4]]))
+    first = got.result()
     pieces += got
+    assert_equal(first, generate(model, prompts, 1, **options, stop_tokens=[64, [3, 4]]))
     assert [piece.shape[1] for piece in pieces] == [1, 4, 4, 2]
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), wanted.tokens)
     np.testing.assert_array_equal(got.tokens, wanted.tokens)
