@@ -8,6 +8,7 @@ TITLES = {
     "guide.md": "Guide: grouped GEMM and MoE layers in JAX",
     "in-your-model.md": "MoE layers in your own Flax model",
     "models.md": "Hugging Face MoE models in JAX",
+    "train.md": "Train a new MoE model in JAX",
     "generate.md": "Generate text with MoE models in JAX",
     "evaluate.md": "Evaluate MoE models: perplexity and lm-eval's tasks",
     "reinforcement-learning.md": "Reinforcement learning of MoE models in JAX (GRPO)",
@@ -49,7 +50,7 @@ def description(markdown: str) -> str:
     sentences = re.split(r"(?<=[.]) (?=[A-Z0-9])", text)
     shown = sentences[0]
     for sentence in sentences[1:]:
-        if len(shown) + 1 + len(sentence) > _LONGEST:
+        if len(shown) + 1 + len(sentence) > _LONGEST or not sentence.endswith("."):  # what a list goes on with
             break
         shown += f" {sentence}"
     return shown

@@ -1,6 +1,6 @@
 """Pictures of bars of tokens/s in groups: JAX libraries, and whole models. `tools.speed` writes them."""
 
-from tools.speed_picture import GAP, LEFT, RIGHT, WIDTH, svg, text
+from tools.speed_picture import GAP, svg, text
 
 LIBRARIES = {  # library: its name in the picture
     "ragged_dot": "jax.lax.ragged_dot",
@@ -23,11 +23,13 @@ COLORS = {  # of a theme: of each bar with the number in it
     },
 }
 TITLE = "The experts of Qwen3-30B-A3B by library, tokens/s"
-SUBTITLE = "bfloat16, 8,192 tokens, one GPU; each group's fastest bar has full length; higher is better"
+SUBTITLE = "bfloat16, 8,192 tokens, one GPU; higher is better"
 MODELS_TITLE = "Whole models on one H200, tokens/s"
-MODELS_SUBTITLE = "random weights of the real sizes; each group's fastest bar has full length; higher is better"
+MODELS_SUBTITLE = "random weights of the real sizes; higher is better"
+SCALE = "each group's fastest bar has full length"
 Bar = tuple[str, float | str, tuple[str, str], bool]  # its label, tokens/s or words, its colors, whether it is bold
-TOP, HEADING, BAR = 82, 24, 20  # pixels
+# pixels; so narrow that a phone, of 390, shows it nearly in full size. LEFT has the labels.
+WIDTH, LEFT, RIGHT, TOP, HEADING, BAR = 474, 140, 4, 92, 24, 20
 _WIDE = 60  # pixels of a bar that has room for its number
 
 
@@ -56,18 +58,19 @@ def draw_models(groups: dict[str, dict[str, float]], theme: dict, colors: dict) 
 
 def draw_bars(title: str, subtitle: str, groups: dict[str, list[Bar]], theme: dict) -> str:
     """Returns a picture of groups of bars as SVG."""
-    parts = [text(0, 22, title, theme["text"], 20, "bold"), text(0, 46, subtitle, theme["faint"])]
+    parts = [text(0, 18, title, theme["text"], 15, "bold")]
+    parts += [text(0, y, words, theme["faint"], 13) for y, words in ((40, subtitle), (58, SCALE))]
     y = TOP
     for heading, bars in groups.items():
-        parts.append(text(0, y, heading[:1].upper() + heading[1:], theme["text"], weight="bold"))
+        parts.append(text(0, y, heading[:1].upper() + heading[1:], theme["text"], 13, "bold"))
         y += HEADING - BAR // 2
         scale = (WIDTH - LEFT - RIGHT) / max(value for _, value, _, _ in bars if not isinstance(value, str))
         for label, value, color, is_bold in bars:
-            parts.append(text(LEFT - 10, y + 14, label, theme["text"], anchor="end"))
+            parts.append(text(LEFT - 10, y + 14, label, theme["text"], 13, anchor="end"))
             parts += _bar(y, value, scale, is_bold, color, theme)
             y += BAR
         y += GAP + BAR // 2
-    return svg(title, y - GAP, parts)
+    return svg(title, y - GAP, parts, WIDTH)
 
 
 def _bar(y, value, scale, is_bold, color, theme):

@@ -37,10 +37,10 @@ def draw(speeds: dict[str, dict[str, float]], theme: dict) -> str:
     return svg(TITLE, y, parts)
 
 
-def svg(title: str, height: int, parts: list[str]) -> str:
-    """Returns a picture of WIDTH and this height that has these parts."""
+def svg(title: str, height: int, parts: list[str], width: int = WIDTH) -> str:
+    """Returns a picture of this size, in pixels, that has these parts."""
     font = "font-family=\"system-ui, -apple-system, 'Segoe UI', 'DejaVu Sans', sans-serif\""
-    size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
+    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} {font} role="img"><title>{title}</title>'
     return "\n".join([head, *parts, "</svg>"]) + "\n"
 

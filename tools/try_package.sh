@@ -1,5 +1,5 @@
 #!/bin/sh
-# Installs a wheel or an sdist into an empty environment, first without extras, and runs the quick start and a short demo
+# Installs a wheel or an sdist into an empty environment, first without extras, and runs README's commands and programs
 # there, away from the checkout:
 #     tools/try_package.sh dist/jgg-VERSION-py3-none-any.whl
 # $PYTHON is the interpreter, by default python3.
@@ -22,10 +22,15 @@ if environment/bin/python -c 'import triton' 2>/dev/null; then
     echo "$(basename "$package") installs Triton, of 1 GB, on a machine without a GPU" >&2
     exit 1
 fi
-environment/bin/python -m pip install -q "$package[demo]"
-environment/bin/python -W error -c 'import jgg.hf, jgg.linen, jgg.models, jgg.nnx'
-environment/bin/jgg demo --steps 5 --save model
-environment/bin/python -c 'import jgg.models; jgg.models.load("model")'
+environment/bin/python -m pip install -q "$package[demo,train]"
+environment/bin/python -W error -c 'import jgg.data, jgg.hf, jgg.linen, jgg.models, jgg.nnx, jgg.train'
+# the block of README's that fine-tunes the demo's model, as it is written
+awk '/^```sh$/ { block = ""; inside = 1; next }
+    /^```$/ { if (inside && block ~ /jgg finetune/) printf "%s", block; inside = 0 }
+    inside { block = block $0 "\n" }' "$checkout/README.md" >readme.sh
+PATH="$folder/environment/bin:$PATH" sh -e readme.sh | tee readme.txt
+[ "$(tail -n 1 readme.txt)" = hello ]
+echo "README.md's commands run with $(basename "$package")"
 sed -n '/^```python$/,/^```$/p' "$checkout/README.md" | sed '/^```/d' >readme.py
 sed -n '/^```python$/,/^```$/p' "$checkout/docs/index.md" | sed '/^```/d' >quick_start.py
 for program in readme.py quick_start.py; do

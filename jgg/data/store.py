@@ -1,11 +1,13 @@
 """Keeps the tokens of examples in a file without a name, which the system reads in as they are needed."""
 
+import datetime
+import functools
 import hashlib
 import itertools
 import os
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, NamedTuple
 
@@ -65,6 +67,7 @@ def fill(
     *,
     splits: bool = False,
     end_token: int | None = None,
+    date: datetime.date | None = None,
 ) -> Store:
     """Tokenizes all rows of some files, some at a time.
 
@@ -75,13 +78,16 @@ def fill(
       splits: whether longer examples are divided into several, each of which begins with the last token of the one
         before.
       end_token: see `examples_of`.
+      date: see `encode_conversation`.
 
     Raises: OSError, ValueError: see `rows` and `examples_of`; the message begins with the row's name. Or the folder for
       temporary files has no room.
     """
     with tempfile.TemporaryFile() as file:
         writer = _Writer(file, length, splits)
-        for examples in _examples_of_rows(paths, tokenizer, end_token):
+        read = functools.partial(examples_of, tokenizer=tokenizer, end_token=end_token, date=date)
+        tokenizer("", verbose=False)  # forgets what tokenizer.json has of padding, which threads must not do together
+        for examples in _examples_of_rows(paths, read):
             try:
                 writer.add(examples, tokenizer)
             except OSError as error:
@@ -93,17 +99,16 @@ def fill(
 
 
 def _examples_of_rows(
-    paths: Sequence[str | os.PathLike[str]], tokenizer: Any, end_token: int | None
+    paths: Sequence[str | os.PathLike[str]], read: Callable[[Any], list[Example]]
 ) -> Iterator[list[Example]]:
     """The examples of each row, in order; threads tokenize, for which the tokenizer lets go of Python's lock."""
 
     def named(row: tuple[str, Any]) -> list[Example]:
         try:
-            return examples_of(row[1], tokenizer, end_token)
+            return read(row[1])
         except ValueError as error:
             raise ValueError(f"{row[0]}: {error}") from error
 
-    tokenizer("", verbose=False)  # forgets what tokenizer.json has of padding, which threads must not do side by side
     with ThreadPoolExecutor() as pool:
         for some in itertools.batched(itertools.chain.from_iterable(map(rows, paths)), ROWS_AT_ONCE):
             yield from pool.map(named, some)

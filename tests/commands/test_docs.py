@@ -10,6 +10,7 @@ from urllib.parse import urlparse
 import pytest
 
 import jgg
+from jgg.core.versions import REQUIREMENTS
 from jgg.hf.families import FAMILIES
 from tests.support import processes
 from tests.support.processes import ROOT
@@ -87,8 +88,17 @@ def test_links_of_readme_lead_somewhere():
     site, repository = setting("site_url"), setting("repo_url")
     links = re.findall(r"\]\((\S+?)\)", (ROOT / "README.md").read_text())
     assert len(links) > 15
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    jax = re.sub(r">=(\S+),<0.13", r"\1_to_0.12", REQUIREMENTS["jax"])
+    shields = {f"Python-{project['requires-python'].strip('>=')}+", f"JAX-{jax}", "license-Apache--2.0"}
+    badges = {f"https://img.shields.io/badge/{shield}-3f51b5" for shield in shields}
+    assert badges < set(links)
     for link in links:
-        if link.startswith(site):
+        if link in badges:
+            continue
+        if link.startswith(f"{repository}/actions/workflows/"):
+            assert (ROOT / ".github/workflows" / link.split("/workflows/")[1].removesuffix("/badge.svg")).is_file()
+        elif link.startswith(site):
             name, _, anchor = link.removeprefix(site).partition("#")
             assert not name or name.startswith("latest/"), f"{link} names no version of the site"
             name = name.removeprefix("latest/")
