@@ -196,38 +196,39 @@ def test_the_derivative_is_that_of_the_whole_product():
     np.testing.assert_allclose(got, want, rtol=1e-5)
 
 
-UNEVEN = [(1536, 2048), (768, 2048), (520, 200), (1000, 136), (64, 72)]  # and one that is smaller than a tile
+# G, N and K with more tiles than multiprocessors; N of the last is smaller than a tile
+STACKS = [(4, 1536, 2048), (24, 768, 2048), (40, 520, 200), (20, 1000, 136), (200, 64, 72)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("kernel", ["plain", "hopper"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-@pytest.mark.parametrize(("size", "reduced"), UNEVEN)
-def test_kernels_on_a_gpu(size, reduced, dtype, kernel):
-    check_on_a_gpu(size, reduced, dtype, None if kernel == "plain" else HOPPER)
+@pytest.mark.parametrize("shape", STACKS)
+def test_kernels_on_a_gpu(shape, dtype, kernel):
+    check_on_a_gpu(shape, dtype, None if kernel == "plain" else HOPPER)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("size", "reduced", "dtype"), [(513, 257, "bfloat16"), (520, 200, "float32"), (17, 33, "float16")]
+    ("shape", "dtype"), [((9, 513, 257), "bfloat16"), ((9, 520, 200), "float32"), ((300, 17, 33), "float16")]
 )
-def test_other_sizes_on_a_gpu(size, reduced, dtype):
-    check_on_a_gpu(size, reduced, dtype, None)
+def test_other_sizes_on_a_gpu(shape, dtype):
+    check_on_a_gpu(shape, dtype, None)
 
 
-def check_on_a_gpu(size, reduced, dtype, config):
+def check_on_a_gpu(shape, dtype, config):
     """Results begin as NaN, in the memory of an array that is given away, so that what is not stored would show."""
-    options = {"kernel_config": config, "precision": "highest", "implementation": "triton"}
+    options = {"precision": "highest" if dtype == "float32" else None, "implementation": "triton"}
 
     @functools.partial(jax.jit, donate_argnums=0, keep_unused=True)
     def compute(unwritten, *arrays, **terms):
         del unwritten
-        return symmetric_product(*arrays, **terms, **options)
+        return symmetric_product(*arrays, **terms, kernel_config=config, **options)
 
     def run(*arrays, **terms):
-        return compute(jnp.full((3, size, size), jnp.nan, dtype), *arrays, **terms)
+        return compute(jnp.full((*shape[:2], shape[1]), jnp.nan, dtype), *arrays, **terms)
 
-    x = normal(3, size, reduced, dtype=dtype) / reduced**0.5
+    x = normal(*shape, dtype=dtype) / shape[-1] ** 0.5
     gram = run(x)
     assert_close(gram, expected(x), dtype)
     terms = {"scale": -0.5, "add_scale": 1.5, "diagonal": 3.0}
@@ -236,10 +237,11 @@ def check_on_a_gpu(size, reduced, dtype, config):
     assert_close(run(p, gram), expected(p, gram), dtype)
     np.testing.assert_array_equal(p, run(gram, add=gram, **terms))
     want = np.asarray(p, np.float64) @ np.asarray(x, np.float64)
-    assert_close(jax.jit(functools.partial(apply, implementation="triton", precision="highest"))(p, x), want, dtype)
+    assert_close(jax.jit(functools.partial(apply, **options))(p, x), want, dtype)
 
 
 @pytest.mark.gpu
+@pytest.mark.large
 @pytest.mark.parametrize("kernel", ["plain", "hopper"])
 def test_offsets_past_two_billion_elements_on_a_gpu(kernel):
     """Only the last matrices, which are past 2**31 elements, are not zero."""
