@@ -76,7 +76,7 @@ def symmetric_kernel(
             acc += tl.load(terms + 1) * added.to(tl.float32)
         acc += tl.where(rows[:, None] == columns[None, :], tl.load(terms + 2), 0.0)
         value = acc.to(y.dtype.element_ty)
-        is_own = exists & (rows[:, None] >= columns[None, :])
+        last = tl.where(rows < SIZE, rows, -1)  # the column of each row that is on the diagonal
+        is_own, is_mirrored = columns[None, :] <= last[:, None], columns[:, None] < last[None, :]
         tl.store(row_pointers(y + matrix, rows, columns, SIZE), value, mask=is_own)
-        is_mirrored = (rows < SIZE)[None, :] & (columns[:, None] < rows[None, :])
         tl.store(row_pointers(y + matrix, columns, rows, SIZE), value.T, mask=is_mirrored)

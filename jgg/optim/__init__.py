@@ -3,5 +3,6 @@
 from jgg.optim.muon import MuonState, muon
 from jgg.optim.newton_schulz import orthogonalize
 from jgg.optim.parameters import matrices
+from jgg.optim.qk_clip import qk_clip
 
-__all__ = ["MuonState", "matrices", "muon", "orthogonalize"]
+__all__ = ["MuonState", "matrices", "muon", "orthogonalize", "qk_clip"]

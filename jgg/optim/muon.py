@@ -69,7 +69,7 @@ def muon(
 
     Examples:
       >>> import jgg, jgg.optim, optax
-      >>> layer = {"w_down": jnp.ones((4, 8, 16)), "w_router": jnp.ones((8, 4))}  # 4 matrices, and one by AdamW
+      >>> layer = {"w_down": jnp.ones((4, 8, 16)), "w_router": jnp.ones((8, 4))}
       >>> optimizer = jgg.optim.muon(0.02, weight_decay=0.1, consistent_rms=0.2)
       >>> state = optimizer.init(layer)
       >>> updates, state = optimizer.update(layer, state, layer)

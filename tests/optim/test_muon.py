@@ -1,6 +1,7 @@
 """`jgg.optim.muon` against optax's, and together with the rest of a step."""
 
 import functools
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ import jgg.optim
 import jgg.train
 from tests.support import processes
 from tests.support.documents import code_of, run_code
-from tests.support.models import config_of
+from tests.support.models import DATA, config_of
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 RNG = np.random.default_rng(5)
@@ -177,7 +178,9 @@ def test_eight_devices_make_the_same_updates():
     assert processes.run_program("run_sharded_optim", timeout=400).splitlines()[-1] == "all right"
 
 
-def test_the_code_of_its_page(as_a_reader_runs_it):
-    names = run_code("\n".join(code_of("optimizers.md", "Muon") + code_of("optimizers.md", "Several GPUs")))
+def test_the_code_of_its_page(as_a_reader_runs_it, tmp_path):
+    shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
+    sections = "Muon", "Several GPUs", "Clip the logits of attention"
+    names = run_code("\n".join(block for section in sections for block in code_of("optimizers.md", section)))
     assert names["losses"][-1] < 0.98 * names["losses"][0]
     names["step"](names["layer"], names["optimizer"], names["x"])  # with shardings, of one device
