@@ -4,6 +4,7 @@ Takes the number of this process, how many share the cases, and an expression th
 each case before it runs, and compares nothing: the tests do.
 """
 
+import functools
 import itertools
 import re
 import sys
@@ -13,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgg
+from jgg.configs.heuristic import hopper_config
+from jgg.linear.symmetric import symmetric_product
 from tests.support import moe_oracle, moe_runs
 from tests.support.cases import CASES, OPTIONS, OPTIONS_HALVES, make_data
 from tests.support.comparison import passes_of_grouped_gemm, small_configs
@@ -56,6 +59,13 @@ def run_router(num_tokens, num_experts, topk, **options):
     jax.block_until_ready(jgg.route(logits, topk, implementation="triton", **options))
 
 
+def run_symmetric(shape, dtype, config):
+    x = jnp.asarray(np.random.default_rng(0).standard_normal(shape), dtype)
+    product = jax.jit(functools.partial(symmetric_product, kernel_config=config, implementation="triton"))
+    gram = product(x)
+    jax.block_until_ready(product(gram, add=gram, diagonal=1.0))
+
+
 def everything():
     """(name, function without arguments)."""
     for kind, case, dtype, configs in products():
@@ -65,6 +75,10 @@ def everything():
     for shape in ((33, 130, 9), (1500, 16, 2), (7, 8, 1)):
         yield f"router: {shape}", lambda shape=shape: run_router(*shape)
     yield "router: groups", lambda: run_router(60, 16, 4, score="sigmoid", num_groups=4, topk_groups=2)
+    hopper = hopper_config(jgg.KernelConfigForward, "enk")
+    for shape, dtype in (((3, 200, 72), "bfloat16"), ((2, 17, 33), "float32")):
+        yield f"symmetric: {shape}", lambda shape=shape, dtype=dtype: run_symmetric(shape, dtype, None)
+    yield "symmetric: warp-specialized", lambda: run_symmetric((30, 520, 136), "bfloat16", hopper)
 
 
 def main():
