@@ -149,6 +149,8 @@ def batches(
     )
     if seed is not None and not 0 <= as_int("seed", seed, 0) < 2**32:
         raise ValueError(f"seed must be at least 0 and below {2**32}, got {seed}")
+    if seed is not None:
+        _grain()  # before all is read
     groups, shares = _groups(data)
     if len(groups) > 1 and seed is None:
         raise ValueError("seed must be an int where data are mixed, got None: one pass has no shares")
@@ -198,14 +200,19 @@ class _Sequences:
         return sequence
 
 
-def _ordered(sources: Sequence[_Sequences], shares: Sequence[float], seed: int | None) -> tuple[int, Any]:
-    """The number of sequences in an epoch, and the sequences in their order."""
-    if seed is None:
-        return len(sources[0]), sources[0]
+def _grain() -> Any:
     try:
         import grain
     except ImportError as error:
         raise ImportError("batches in an order of their own need grain: pip install grain") from error
+    return grain
+
+
+def _ordered(sources: Sequence[_Sequences], shares: Sequence[float], seed: int | None) -> tuple[int, Any]:
+    """The number of sequences in an epoch, and the sequences in their order."""
+    if seed is None:
+        return len(sources[0]), sources[0]
+    grain = _grain()
     seeds = np.random.SeedSequence(seed).generate_state(len(sources)).tolist()
     endless = [
         grain.MapDataset.source(source).shuffle(seed=own).repeat() for source, own in zip(sources, seeds, strict=True)

@@ -1,9 +1,11 @@
 """Batches: what they have of examples, how these are packed and mixed, and that they depend on their number alone."""
 
+import functools
 import hashlib
 import itertools
 import json
 import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -247,6 +249,18 @@ def test_what_batches_refuse(wrong, message, tokenizer, tmp_path):
 def test_grain_is_asked_for_by_name(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     with pytest.raises(ImportError, match="need grain: pip install grain"):
+        jgg.data.batches(tmp_path / "not read", tokenizer, length=8, batch_size=1)
+    one_pass = jgg.data.batches(jsonl(tmp_path, *pairs(3)), tokenizer, length=8, batch_size=1, seed=None)
+    assert len(list(one_pass)) == one_pass.num_sequences
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="writes to /dev/full")
+def test_a_full_folder_for_temporary_files_is_named(tokenizer, tmp_path, monkeypatch):
+    # whose buffer is written when the file is closed
+    monkeypatch.setattr(tempfile, "TemporaryFile", functools.partial(open, "/dev/full", "wb"))
+    monkeypatch.setattr(tempfile, "tempdir", "/somewhere")
+    expected = "the tokens of the data must have room in /somewhere, the folder of TMPDIR: No space left on device"
+    with pytest.raises(OSError, match=expected):
         jgg.data.batches(jsonl(tmp_path, *pairs(3)), tokenizer, length=8, batch_size=1)
 
 
