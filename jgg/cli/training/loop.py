@@ -140,7 +140,7 @@ def _measured(run: Run, record: jgg.train.Record, trainer: jgg.train.Trainer) ->
     speed, data, args = record.speed, run.data, run.args
     values = {
         "loss": float(np.mean(record.metrics["loss"])),
-        "learning_rate": float(run.schedule(record.step - 1)),
+        "learning_rate": float(np.asarray(run.schedule(record.step - 1))),
         "epoch": record.step / len(data.batches),
         "expert_load": float(np.max(record.metrics["load"][-1])),
         "tokens_per_second": speed.tokens_per_second,
