@@ -77,6 +77,10 @@ def test_fine_tuning_goes_on_from_a_checkpoint(folder, capsys):
     prompt, completion = PAIRS[0]
     assert jgg.models.generate(model, [prompt], len(completion) + 1).tolist() == [[*completion, 1]]
     assert json.loads((folder.parent / "resumed/generation_config.json").read_text()) == {"eos_token_id": [1, 2]}
+    (folder / "generation_config.json").unlink()  # the adapter's says what ends a text
+    capsys.readouterr()
+    assert main(["generate", "model", "resumed", "--prompt", words(prompt), "--max-new-tokens", "8"]) == 0
+    assert capsys.readouterr().out.split() == words(completion).split()
     with pytest.raises(SystemExit):
         run("finetune", *options, "--output", "x", "--seed", 1)
     assert "run has a run with other options: seed is 1, was 0" in capsys.readouterr().err

@@ -134,6 +134,7 @@ def test_min_p_draws_among_tokens_that_are_likely_enough():
     assert set(np.asarray(draw(min_p=1))[:, 0]) == {logits.argmax()}
 
 
+@pytest.mark.sweep
 def test_traced_settings_are_of_each_row():
     model, got = of_rows()
 
