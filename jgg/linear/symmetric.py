@@ -34,8 +34,9 @@ def symmetric_product(
     """Computes `scale * left @ right^T + add_scale * add + diagonal * I`, where `left @ right^T` is symmetric.
 
     The caller promises the symmetry: right is left, or both are polynomials of one symmetric matrix. `add` must be
-    symmetric too. Kernels compute the tiles on and below the diagonal and write the others as their mirror images. So
-    the result is symmetric to the last bit, which iterations need, as rounding of a right that is not left is not.
+    symmetric too. Kernels compute the tiles on and below the diagonal and write the others as their mirror images. The
+    result is symmetric to the last bit. Without that, two rounded polynomials would not quite commute, and iterations
+    would make the difference larger.
     Products are added up in float32, and the whole is rounded once. Not differentiable by kernels' own rules: JAX
     differentiates the plain product.
 

@@ -38,16 +38,15 @@ def errors(got, wanted):
     return np.linalg.norm(np.asarray(got, np.float64) - wanted, ord=2, axis=(-2, -1))
 
 
-@pytest.mark.parametrize("name", ["standard", "dion", "polar_express"])
-def test_it_is_the_polynomial_of_the_singular_values(name):
-    """Of wide, square and high matrices, by both methods.
+def check_polynomials(name, shapes):
+    """The polynomials have slopes at 0 that are up to 1000 together.
 
-    The polynomials have slopes at 0 that are up to 1000 together: so much larger are the errors of small singular
-    values in the end than the roundings of x, by up to 2**-24, 2**-11 or 2**-8 of its numbers.
+    So much larger are the errors of small singular values in the end than the roundings of x, by up to 2**-24, 2**-11
+    or 2**-8 of its numbers.
     """
     coefficients = coefficients_of(name, 5)
     slope = np.prod([a for a, _, _ in coefficients])
-    for rows, columns, methods in ((33, 96, ("standard", "gram")), (48, 48, ("standard", "gram")), (96, 33, (None,))):
+    for rows, columns, methods in shapes:
         x, decomposition = stack_of(SPECTRA, rows, columns)
         wanted = exact(decomposition, coefficients)
         for dtype, of_slope in (("float32", 3e-7), ("float16", 2e-4), ("bfloat16", 1e-3)):
@@ -55,6 +54,22 @@ def test_it_is_the_polynomial_of_the_singular_values(name):
                 if (dtype, method) != ("bfloat16", "gram"):
                     got = orthogonalize(x, ns_coeffs=name, ns_dtype=dtype, ns_method=method)
                     assert errors(got, wanted).max() < of_slope * slope, (rows, dtype, method)
+
+
+BOTH = "standard", "gram"
+
+
+@pytest.mark.parametrize("name", ["standard", "dion", "polar_express"])
+def test_it_is_the_polynomial_of_the_singular_values(name):
+    """Of wide, square and high matrices, by both methods."""
+    check_polynomials(name, ((33, 96, BOTH), (48, 48, BOTH), (96, 33, (None,))))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["standard", "dion", "polar_express"])
+def test_kernels_compute_it(name):
+    """Of sizes that no tile divides, and of many tiles."""
+    check_polynomials(name, ((131, 257, BOTH), (300, 300, BOTH), (577, 264, (None,)), (768, 2048, (None,))))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
