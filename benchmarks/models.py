@@ -90,11 +90,15 @@ def _random(name: str, shape: tuple[int, ...], dtype: Any, scale: float, experts
     return w
 
 
-def make_step(model: jgg.models.Decoder, trained: Any, has_masters: bool = False):
-    """The jitted step of AdamW, and its state: (trained parameters, state of the optimizer), parameters not trained."""
+def make_step(
+    model: jgg.models.Decoder,
+    trained: Any,
+    has_masters: bool = False,
+    optimizer: optax.GradientTransformation = optax.adamw(1e-4),  # noqa: B008
+):
+    """The jitted step, and its state: (trained parameters, state of the optimizer), parameters not trained."""
     graphdef, *states = nnx.split(model, trained, ...)
     own, frozen = states
-    optimizer = optax.adamw(1e-4)
     if has_masters:
         optimizer = jgg.train.float32_masters(optimizer)
 

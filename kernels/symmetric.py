@@ -53,8 +53,9 @@ def symmetric_kernel(
 
     Arrays: left, right [num_groups, SIZE, REDUCED]; add, y [num_groups, SIZE, SIZE], add or None; terms float32 [3];
     row_tiles, column_tiles int32 [num_tiles], the tiles of one matrix. With TMA_LEFT and TMA_RIGHT, left and
-    right are TMA descriptors. A tile below the diagonal is stored twice, at its place and, transposed, at its mirror
-    image. Tiles on the diagonal are stored once: together they cover its blocks of the longer side's size.
+    right are TMA descriptors. What a tile has on the diagonal and below is stored at its place, and what it
+    has below, transposed, at its mirror image too. So y is symmetric to the last bit, which left @ right^T need not be
+    where left and right differ, as rounding makes them commute not quite.
     """
     for tile in tl.range(tl.program_id(0), num_groups * num_tiles, tl.num_programs(0), flatten=True):
         group = tile // num_tiles
@@ -75,7 +76,7 @@ def symmetric_kernel(
             acc += tl.load(terms + 1) * added.to(tl.float32)
         acc += tl.where(rows[:, None] == columns[None, :], tl.load(terms + 2), 0.0)
         value = acc.to(y.dtype.element_ty)
-        tl.store(row_pointers(y + matrix, rows, columns, SIZE), value, mask=exists)
-        if column + BLOCK_COLUMNS <= row:
-            mirrored = (columns < SIZE)[:, None] & (rows < SIZE)[None, :]
-            tl.store(row_pointers(y + matrix, columns, rows, SIZE), value.T, mask=mirrored)
+        last = tl.where(rows < SIZE, rows, -1)  # the column of each row that is on the diagonal
+        is_own, is_mirrored = columns[None, :] <= last[:, None], columns[:, None] < last[None, :]
+        tl.store(row_pointers(y + matrix, rows, columns, SIZE), value, mask=is_own)
+        tl.store(row_pointers(y + matrix, columns, rows, SIZE), value.T, mask=is_mirrored)

@@ -34,7 +34,9 @@ def symmetric_product(
     """Computes `scale * left @ right^T + add_scale * add + diagonal * I`, where `left @ right^T` is symmetric.
 
     The caller promises the symmetry: right is left, or both are polynomials of one symmetric matrix. `add` must be
-    symmetric too. Kernels compute the tiles on and below the diagonal and write the others as their mirror images.
+    symmetric too. Kernels compute the tiles on and below the diagonal and write the others as their mirror images. The
+    result is symmetric to the last bit. Without that, two rounded polynomials would not quite commute, and iterations
+    would make the difference larger.
     Products are added up in float32, and the whole is rounded once. Not differentiable by kernels' own rules: JAX
     differentiates the plain product.
 
@@ -47,7 +49,7 @@ def symmetric_product(
       precision: for float32, as in `jgg.grouped_gemm`.
       kernel_config: tiles [block_m, block_n] of the result in steps of block_k features, and which of left and right
         TMA loads, as x and w of a forward product; None to choose. The kernel "hopper" runs only where this asks for
-        it.
+        it. Its blocks [256, 256] on the diagonal are not symmetric to the last bit where left and right differ.
       implementation: as in `jgg.grouped_gemm`.
 
     Returns: [..., N, N].

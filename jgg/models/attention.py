@@ -15,6 +15,7 @@ from jgg.launching.choice import How
 from jgg.models.attend import attend, finite_sinks
 from jgg.models.attend_in_steps import Tokens, attend_in_steps
 from jgg.models.config import ModelConfig
+from jgg.models.max_logits import max_logits
 from jgg.models.norms import how_of_rows, norm
 from jgg.models.parts import Options, linear, linear_several, set_params
 from jgg.models.rotary import Rotation, halves_first, rotated
@@ -55,6 +56,7 @@ class Place(NamedTuple):
       topk_indices: integer [B, S, k], the experts of each token in this layer, -1 for a choice of the router; None if
         the router makes all choices.
       adapters: whether the layer has its LoRA adapters.
+      measures: whether mixers sow the largest logit of each head, float32 [heads], as "max_logits". Without a cache.
     """
 
     positions: jax.Array
@@ -68,6 +70,7 @@ class Place(NamedTuple):
     start: jax.Array | int | None = None
     topk_indices: jax.Array | None = None
     adapters: bool = True
+    measures: bool = False
 
     @property
     def has_more(self) -> bool:
@@ -108,6 +111,18 @@ class Attention(nnx.Module):
         0, 1, 2, ... in each segment.
         """
         q, k, v, gate = self._heads(x, place)
+        if place.measures:
+            largest = max_logits(
+                q,
+                k,
+                scale=self.own.scale,
+                positions=place.positions,
+                window=place.window,
+                is_local=place.is_local,
+                chunk=self.own.chunk,
+                segments=place.segments,
+            )
+            self.sow(nnx.Intermediate, "max_logits", largest)
         is_token = place.is_token(x.shape[1])
         if is_token is not None:
             k, v = (jnp.where(is_token[..., None, None], array, jnp.zeros((), array.dtype)) for array in (k, v))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.core.arguments import as_flag, as_mask, check_instance
+from jgg.core.arguments import as_flag, as_mask, check, check_instance
 from jgg.linear.fp8 import Fp8
 from jgg.linear.lora import Lora
 from jgg.models.attention import Place
@@ -225,6 +225,24 @@ class Decoder(nnx.Module):
         x = self._features(tokens, segments, topk_indices, mask, adapters)
         return loss_of(x, self._w_logits(x.dtype), targets, weights, self.head, self.options.sharding)
 
+    def max_logits(self, tokens: ArrayLike, segments: ArrayLike | None = None) -> dict[str, jax.Array]:
+        """Returns the largest logit of each head of attention, before the softmax, among all tokens.
+
+        It is float32 [layers, heads] of each stack of layers with attention, by the stack's name; `jgg.optim.qk_clip`
+        takes it. It costs a forward pass and one more product of queries and keys.
+
+        Args:
+          tokens, segments: as in a call.
+
+        Raises: ValueError: the model is both sharded and batch_invariant; or as a call.
+        """
+        check(self.options.mapped is None, "max_logits needs batch_invariant=False where the model has a sharding.")
+        tokens = as_tokens("tokens", tokens, self.config.vocabulary)
+        measured = nnx.capture(Decoder._features, nnx.Intermediate)
+        _, sown = measured(self, tokens, segments, None, None, True, measures=True)
+        end = "_max_logits"
+        return {name.removesuffix(end): of[0] for name, of in nnx.to_pure_dict(sown).items() if name.endswith(end)}
+
     def _tokens_and_targets(self, tokens: ArrayLike, targets: ArrayLike) -> tuple[jax.Array, jax.Array]:
         """Both as int32 [B, S]."""
         vocabulary = self.config.vocabulary
@@ -239,6 +257,7 @@ class Decoder(nnx.Module):
         topk_indices: ArrayLike | None,
         mask: ArrayLike | None,
         adapters: bool,
+        measures: bool = False,
     ) -> jax.Array:
         """The last features [B, S, H] of whole sequences."""
         if topk_indices is not None:
@@ -250,6 +269,7 @@ class Decoder(nnx.Module):
             topk_indices=topk_indices,
             mask=as_mask(mask, "[B, S]", tokens.shape),
             adapters=as_flag("adapters", adapters),
+            measures=measures,
         )
         if segments is None:
             return run(jnp.arange(tokens.shape[1], dtype=jnp.int32)[None])[0]
@@ -270,12 +290,13 @@ class Decoder(nnx.Module):
         start: jax.Array | int | None = None,
         topk_indices: jax.Array | None = None,
         adapters: bool = True,
+        measures: bool = False,
     ) -> tuple[jax.Array, Caches | None]:
         """The last layer's normalized features [B, S, H] of tokens [B, S], and the caches with what tokens add to them.
 
         Args:
           caches: those of `empty_caches`, or of the call for the tokens before; None to keep nothing.
-          positions, segments, mask, lengths, start, adapters: as in `Place`.
+          positions, segments, mask, lengths, start, adapters, measures: as in `Place`.
           topk_indices: integer [L, B, S, k], those of `Place` for each of the layers that have experts.
         """
         config, sharding = self.config, self.options.sharding
@@ -295,7 +316,14 @@ class Decoder(nnx.Module):
             None if caches is None else dict(zip(stacks, caches, strict=True)),
             rotations_of(config, positions),
             functools.partial(
-                Place, positions, segments=segments, mask=mask, adapters=adapters, lengths=lengths, start=start
+                Place,
+                positions,
+                segments=segments,
+                mask=mask,
+                adapters=adapters,
+                lengths=lengths,
+                start=start,
+                measures=measures,
             ),
             None if topk_indices is None else split_batch(topk_indices, sharding, axis=1),
         )

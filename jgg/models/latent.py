@@ -24,6 +24,7 @@ from jgg.models.attend import attend
 from jgg.models.attend_plain import attend_plain
 from jgg.models.attention import PROJECTIONS, Place
 from jgg.models.config import ModelConfig
+from jgg.models.max_logits import max_logits
 from jgg.models.norms import norm
 from jgg.models.parts import Options, linear, linear_several, matrix_of, set_params
 from jgg.models.rotary import halves_first, rotated
@@ -74,6 +75,10 @@ class Latent(nnx.Module):
             attended = self._attend_to_cache(q, place, cache)
         else:
             k, v = self._keys_and_values(latents, place)
+            if place.measures:
+                scale, positions = self.own.scale, place.positions
+                largest = max_logits(q, k, scale=scale, positions=positions, segments=place.segments)
+                self.sow(nnx.Intermediate, "max_logits", largest)
             attended = attend(q, k, v, scale=self.own.scale, segments=place.segments)
         attended = attended.reshape(*x.shape[:2], self.own.num_heads * self.own.value_features)
         return linear(self, attended, "o", self.options, place.adapters), cache

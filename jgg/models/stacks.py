@@ -213,7 +213,10 @@ def _run_layer(
     layer = nnx.merge(graphdef, gathered(own, options.sharding, options.dtype))
     own_place = place(is_local, layer=index, topk_indices=given)
     (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(x, own_place, cache)
-    values = {name: value[0] for name, value in nnx.to_pure_dict(sown).get("moe", {}).items()}
+    captured = nnx.to_pure_dict(sown)
+    values = {name: value[0] for name, value in captured.get("moe", {}).items()}
+    for name, value in captured.get(step.plan.mixer.kind, {}).items():
+        values[f"{step.plan.name}_{name}"] = value[0]  # stacks may differ in their number of heads
     return split_batch(x, options.sharding), cache, values
 
 

@@ -46,7 +46,9 @@ def _plain(operands: Symmetric, dtype: Any, precision: jax.lax.Precision) -> jax
     y = terms[0] * product
     if add is not None:
         y += terms[1] * add.astype(jnp.float32)
-    return (y + jnp.broadcast_to(terms[2] * jnp.eye(size, dtype=jnp.float32), y.shape)).astype(dtype)
+    y += jnp.broadcast_to(terms[2] * jnp.eye(size, dtype=jnp.float32), y.shape)
+    is_own = jnp.broadcast_to(jnp.tri(size, dtype=bool), y.shape)
+    return jnp.where(is_own, y, y.mT).astype(dtype)  # with a right, rounding makes the product slightly asymmetric
 
 
 def _launch(

@@ -1,0 +1,38 @@
+"""The benchmark of optimizers runs on a CPU, and its ways agree."""
+
+import json
+
+import jax
+import pytest
+
+from benchmarks import optimizers
+
+
+@pytest.fixture(autouse=True)
+def optax_promotion():
+    """Optax mixes dtypes in its own arithmetic."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def rows_of(tmp_path, *arguments):
+    assert optimizers.main([*arguments, "--json", str(tmp_path / "table.json")]) == 0
+    return json.loads((tmp_path / "table.json").read_text())["rows"]
+
+
+def test_iterations(tmp_path, capsys):
+    rows = rows_of(tmp_path, "--peers", "optax,quack")
+    assert "QuACK is left out" in capsys.readouterr().out
+    assert {row["by"] for row in rows} >= {"jgg, gram, float16", "XLA, standard, bfloat16", "optax, bfloat16"}
+    assert all(float(row["error"]) < 0.3 for row in rows)
+
+
+def test_steps(tmp_path):
+    rows = rows_of(tmp_path, "--run", "step", "--layers", "2", "--batch", "2", "--repeats", "1")
+    assert [row["optimizer"] for row in rows] == ["SGD", "AdamW", "Muon", "Muon by XLA"]
+
+
+def test_losses(tmp_path):
+    small = "--steps", "3", "--hidden", "64", "--demo-layers", "1", "--demo-sequence", "32"
+    rows = rows_of(tmp_path, "--run", "loss", *small)
+    assert len(rows) == 4 and all(2 < float(row["bits/byte"]) < 9 for row in rows)

@@ -1,0 +1,117 @@
+"""`qk_clip`: scales queries and keys of a model whose attention has too large logits, as MuonClip does."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jgg.core.arguments import as_array, check, check_instance
+from jgg.hf.mixers import AttentionConfig, LatentConfig
+from jgg.models import Decoder
+
+
+def qk_clip(model: Decoder, max_logits: Mapping[str, ArrayLike], threshold: float = 100.0) -> None:
+    """Scales what makes queries and keys, so that no head's largest logit is above the threshold.
+
+    A head whose largest logit S is above it has its logits multiplied by `threshold / S`; others stay as they are. Half
+    of the factor, its root, goes to keys and half to queries. Keys that several heads share get the smallest factor of
+    these, and their queries the rest. The rotated keys of latent attention, which all heads share, stay, and rotated
+    queries get the whole factor. Where heads are normalized, the scales of the norms change, which all heads of a
+    layer share: then all get the smallest factor. Norms without scales bound the logits by themselves, and stay.
+    A model that clips queries and keys is off the threshold by what that changes.
+
+    Call it after a step of the optimizer, with the logits of that step's batch or of a part of it. Under `jax.jit` the
+    model must be an argument of an `nnx.jit` function.
+
+    Examples:
+      >>> optimizer.update(model, gradients)  # doctest: +SKIP
+      >>> jgg.optim.qk_clip(model, model.max_logits(tokens))  # doctest: +SKIP
+
+    Args:
+      model: the model, which is changed.
+      max_logits: float [layers, heads] by the names of stacks, from `model.max_logits`.
+      threshold: the largest logit that a head may have.
+
+    Raises:
+      ValueError: a stack is missing or is not expected, or a shape is wrong, or the threshold is not positive.
+      TypeError: the model is no Decoder.
+
+    Source: Kimi Team, Kimi K2, 2025, 2.1. https://arxiv.org/abs/2507.20534
+    """
+    check_instance("model", model, Decoder, "a jgg.models.Decoder")
+    check(threshold > 0, f"threshold must be greater than 0, got {threshold}.")
+    counts = {plan.name: plan.count for plan in model.config.plan}
+    mixers = {
+        plan.name: plan.mixer for plan in model.config.plan if isinstance(plan.mixer, AttentionConfig | LatentConfig)
+    }
+    check(set(max_logits) == set(mixers), f"max_logits must have {sorted(mixers)}, got {sorted(max_logits)}.")
+    factors = {}
+    for name, own in mixers.items():
+        largest = as_array(f"max_logits[{name!r}]", max_logits[name])
+        shape = counts[name], own.num_heads
+        check(largest.shape == shape, f"max_logits[{name!r}] must be {list(shape)}, got {list(largest.shape)}.")
+        factors[name] = threshold / jnp.maximum(largest.astype(jnp.float32), threshold)
+    for name, own in mixers.items():
+        mixer = getattr(getattr(model, name), own.kind)
+        if isinstance(own, LatentConfig):
+            _clip_latent(mixer, own, factors[name])
+        elif own.qk_norm is None:
+            _clip_matrices(mixer, own, factors[name])
+        elif own.qk_norm != "unit":
+            _clip_norms(mixer, own, factors[name], model.config.norm_offset)
+
+
+def _clip_latent(mixer: Any, own: LatentConfig, factors: jax.Array) -> None:
+    """Scales by factors [layers, heads]."""
+    roots = jnp.sqrt(factors)
+    of_queries = _each(((roots, own.plain_features), (factors, own.rotated_features)))
+    of_keys = _each(((roots, own.plain_features), (jnp.ones_like(roots), own.value_features)))
+    _scale(mixer, "w_q" if own.q_rank is None else "w_q_b", of_queries)
+    _scale(mixer, "w_kv_b", of_keys)
+
+
+def _clip_matrices(mixer: Any, own: AttentionConfig, factors: jax.Array) -> None:
+    of_queries, of_keys = _of_heads(own, factors)
+    gate = ((jnp.ones_like(of_queries), own.head_features),) if own.use_gate else ()
+    queries, keys = _each(((of_queries, own.head_features), *gate)), _each(((of_keys, own.head_features),))
+    for name, of_name in (("q", queries), ("k", keys)):
+        _scale(mixer, f"w_{name}", of_name)
+        if own.use_qkv_bias:
+            _scale(mixer, f"b_{name}", of_name)
+
+
+def _clip_norms(mixer: Any, own: AttentionConfig, factors: jax.Array, offset: float) -> None:
+    if own.qk_norm == "head":
+        root = jnp.sqrt(jnp.min(factors, axis=1, keepdims=True))
+        of_queries = of_keys = root
+    else:
+        queries, keys = _of_heads(own, factors)
+        of_queries, of_keys = (_each(((each, own.head_features),)) for each in (queries, keys))
+    _scale(mixer, "q_norm", of_queries, offset)
+    _scale(mixer, "k_norm", of_keys, offset)
+
+
+def _of_heads(own: AttentionConfig, factors: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """The factors of queries [layers, heads] and of keys [layers, kv heads]."""
+    if own.are_keys_values:  # keys stay, as values are the same product
+        return factors, jnp.ones((len(factors), own.num_kv_heads), factors.dtype)
+    groups = factors.reshape(len(factors), own.num_kv_heads, -1)
+    of_keys = jnp.sqrt(jnp.min(groups, axis=2))
+    return (groups / of_keys[:, :, None]).reshape(factors.shape), of_keys
+
+
+def _each(parts: tuple[tuple[jax.Array, int], ...]) -> jax.Array:
+    """Factors of features [layers, features], of each head's parts: [layers, heads] and their numbers of features."""
+    repeated = [jnp.repeat(factors[:, :, None], count, axis=2) for factors, count in parts]
+    return jnp.concatenate(repeated, axis=2).reshape(len(parts[0][0]), -1)
+
+
+def _scale(mixer: Any, name: str, factors: jax.Array, offset: float = 0.0) -> None:
+    """Multiplies a parameter [layers, ..., features], to which `offset` is added where it is used, by its features."""
+    variable = getattr(mixer, name)
+    value = variable.get_value()
+    wide = value.astype(jnp.float32)
+    by = factors.reshape(len(factors), *[1] * (value.ndim - 2), factors.shape[1])
+    variable.set_value(((wide + offset) * by - offset).astype(value.dtype))

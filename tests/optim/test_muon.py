@@ -1,0 +1,186 @@
+"""`jgg.optim.muon` against optax's, and together with the rest of a step."""
+
+import functools
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+from optax.contrib import MuonDimensionNumbers
+
+import jgg.models
+import jgg.nnx
+import jgg.optim
+import jgg.train
+from tests.support import processes
+from tests.support.documents import code_of, run_code
+from tests.support.models import DATA, config_of
+
+pytestmark = pytest.mark.usefixtures("optax_promotion")
+RNG = np.random.default_rng(5)
+# a layer's experts, layers' matrices, single ones, and what AdamW trains
+SHAPES = {"moe": {"w_gate_up": (2, 3, 8, 12), "w_router": (2, 8, 3)}, "w_o": (2, 12, 8), "w_q": (8, 20), "w_sq": (6, 6)}
+SHAPES |= {"w_embedding": (9, 8), "w_head": (8, 9), "attention_norm": (2, 8), "b_q": (20,)}
+
+
+def random_like(shapes, seed, dtype="float32"):
+    rng = np.random.default_rng(seed)
+    is_shape = lambda value: isinstance(value, tuple)  # noqa: E731
+    return jax.tree.map(lambda shape: jnp.asarray(rng.normal(size=shape), dtype), shapes, is_leaf=is_shape)
+
+
+def run(optimizer, params, steps=3, dtype="float32"):
+    """Parameters and state after some steps with random gradients."""
+    state, update = optimizer.init(params), jax.jit(optimizer.update)
+    for step in range(steps):
+        updates, state = update(random_like(SHAPES, step, dtype), state, params)
+        params = optax.apply_updates(params, updates)
+    return params, state
+
+
+def assert_close(got, wanted, atol):
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=atol), got, wanted)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"ns_coeffs": "dion", "nesterov": False, "weight_decay": 0.1, "beta": 0.8},
+        {"consistent_rms": 0.2, "weight_decay": 0.1, "adam_b1": 0.8, "adam_b2": 0.95, "adam_weight_decay": 0.3},
+        {"ns_steps": 3, "adam_learning_rate": 1e-3, "adam_eps_root": 1e-8, "eps": 1e-3},
+        {"ns_coeffs": ((3.0, -3.2, 1.2), (1.875, -1.25, 0.375)), "ns_steps": 2},
+    ],
+)
+def test_it_is_optaxs_in_float32(options):
+    params = random_like(SHAPES, 99)
+    got, _ = run(jgg.optim.muon(0.1, **options, ns_dtype="float32"), params)
+    numbers = jgg.optim.matrices(params)
+    wanted, _ = run(optax.contrib.muon(0.1, **options, muon_weight_dimension_numbers=numbers), params)
+    assert_close(got, wanted, 2e-4)
+    assert_close(run(jgg.optim.muon(0.1, **options), params)[0], wanted, 0.03)  # in float16
+
+
+def test_adaptive_is_of_each_matrix():
+    """As optax's of one matrix; of a stack optax's multiplies all matrices by the sum over all of them."""
+    g = random_like({"w": (3, 6, 9)}, 1)["w"]
+    options = {"adaptive": True}
+    mine = jgg.optim.muon(
+        1.0, **options, ns_dtype="float32", muon_weight_dimension_numbers=lambda _: MuonDimensionNumbers(1, 2)
+    )
+    got, _ = mine.update(g, mine.init(g), g)
+    theirs = optax.contrib.muon(1.0, **options)
+    wanted = jnp.stack([theirs.update(each, theirs.init(each), each)[0] for each in g])
+    np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "numbers"),
+    [
+        ((6, 9, 2), MuonDimensionNumbers(0, 1)),
+        ((2, 4, 3, 7), MuonDimensionNumbers((1, 2), 3)),
+        ((7, 2, 4, 3), MuonDimensionNumbers(-4, (2, -1))),
+    ],
+)
+def test_any_axes_may_be_rows_and_columns(shape, numbers):
+    g, make = random_like({"w": shape}, 2), {"muon_weight_dimension_numbers": {"w": numbers}}
+    mine, theirs = jgg.optim.muon(1.0, ns_dtype="float32", **make), optax.contrib.muon(1.0, **make)
+    got, wanted = (each.update(g, each.init(g), g)[0]["w"] for each in (mine, theirs))
+    np.testing.assert_allclose(got, wanted, atol=1e-4)
+
+
+def test_which_parameters_are_matrices():
+    model = nnx.eval_shape(
+        lambda: jgg.models.Decoder(jgg.models.model_config(config_of("glm4_moe")), lora_rank=2, rngs=nnx.Rngs(0))
+    )
+    found = jax.tree_util.tree_flatten_with_path(
+        jgg.optim.matrices(nnx.state(model)), is_leaf=lambda value: isinstance(value, MuonDimensionNumbers)
+    )[0]
+    names = {"/".join(str(key.key) for key in path if hasattr(key, "key")) for path, _ in found}
+    of_attention = {f"attention/w_{name}" for name in "qkvo"}
+    of_moe = {f"moe/w_{name}" for name in ("gate_up", "down", "shared_gate_up", "shared_down")}
+    of_dense = {"mlp/w_gate_up", "mlp/w_down"}
+    wanted = {f"layers/{name}" for name in of_attention | of_moe} | {
+        f"dense_layers/{name}" for name in of_attention | of_dense
+    }
+    assert names == wanted
+
+
+def test_momentum_and_updates_have_their_dtypes():
+    """bfloat16 parameters with a bfloat16 momentum, alone and under float32 masters."""
+    params = random_like(SHAPES, 98, "bfloat16")
+    for optimizer in (jgg.optim.muon(0.1), jgg.train.float32_masters(jgg.optim.muon(0.1, mu_dtype="bfloat16"))):
+        got, state = run(optimizer, params, dtype="bfloat16")
+        assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {jnp.dtype("bfloat16")}
+        mus = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (2, 3, 8, 12)]
+        assert jnp.dtype("bfloat16") in {mu.dtype for mu in mus}
+        wanted, _ = run(jgg.optim.muon(0.1, ns_dtype="float32"), jax.tree.map(lambda p: p.astype("float32"), params))
+        assert_close(jax.tree.map(lambda p: p.astype("float32"), got), wanted, 0.06)
+
+
+def test_a_layer_learns_with_the_trainer(tmp_path):
+    """A frozen matrix is beside trained ones; a run that is stopped goes on to the same bits."""
+    x = jnp.asarray(RNG.normal(size=(2, 16, 8)), jnp.float32)
+
+    def loss(layer, batch):
+        return jnp.mean(jnp.square(layer(batch) - jnp.flip(batch, -1))), {}
+
+    def trainer():
+        layer = jgg.nnx.MoE(8, 16, num_experts=3, topk=2, rngs=nnx.Rngs(0))
+        layer.w_down = jgg.nnx.Frozen(layer.w_down[...])
+        return jgg.train.Trainer(layer, jgg.optim.muon(0.05, ns_coeffs="polar_express"), loss)
+
+    whole, stopped, going_on = trainer(), trainer(), trainer()
+    before = loss(whole.model, x)[0]
+    list(whole.fit(lambda step: x, 20, every=()))
+    list(stopped.fit(lambda step: x, 10, every=(), checkpoints=tmp_path))
+    list(going_on.fit(lambda step: x, 20, every=(), checkpoints=tmp_path))
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(going_on.model), nnx.state(whole.model))
+    assert loss(whole.model, x)[0] < 0.9 * before
+
+
+@pytest.mark.parametrize(
+    ("options", "params", "message"),
+    [
+        ({}, {"scale": jnp.ones((3, 4))}, "muon_weight_dimension_numbers must choose a parameter, got none"),
+        (
+            {"muon_weight_dimension_numbers": {"w": MuonDimensionNumbers(0, 2)}},
+            {"w": jnp.ones((3, 4))},
+            "must name axes of",
+        ),
+        (
+            {"muon_weight_dimension_numbers": {"w": MuonDimensionNumbers(0, -2)}},
+            {"w": jnp.ones((3, 4))},
+            "different axes",
+        ),
+        (
+            {"muon_weight_dimension_numbers": {"v": None}},
+            {"w": jnp.ones((3, 4))},
+            r"for the parameter \['w'\], got none",
+        ),
+        ({"ns_steps": 0}, {"w_o": jnp.ones((3, 4))}, "ns_steps must be"),
+        ({"ns_coeffs": "none"}, {"w_o": jnp.ones((3, 4))}, "ns_coeffs must be one of"),
+    ],
+)
+def test_what_it_refuses(options, params, message):
+    with pytest.raises(ValueError, match=message):
+        jgg.optim.muon(0.1, **options).init(params)
+    with pytest.raises(TypeError, match="mu_dtype"):
+        jgg.optim.muon(0.1, mu_dtype="int8")
+
+
+@pytest.mark.thorough
+def test_eight_devices_make_the_same_updates():
+    assert processes.run_program("run_sharded_optim", timeout=400).splitlines()[-1] == "all right"
+
+
+def test_the_code_of_its_page(as_a_reader_runs_it, tmp_path):
+    shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
+    sections = "Muon", "Several GPUs", "Clip the logits of attention"
+    names = run_code("\n".join(block for section in sections for block in code_of("optimizers.md", section)))
+    assert names["losses"][-1] < 0.98 * names["losses"][0]
+    names["step"](names["layer"], names["optimizer"], names["x"])  # with shardings, of one device
