@@ -17,7 +17,8 @@ def one_line() -> Iterator[None]:
     except UsageError:
         raise
     except ImportError as error:
-        raise SystemExit(f"jgg: {error}: pip install 'jgg[train]'") from error
+        hint = "" if "pip install" in str(error) else ": pip install 'jgg[train]'"
+        raise SystemExit(f"jgg: {error}{hint}") from error
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(" ".join(str(error).split())) from error
 

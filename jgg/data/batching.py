@@ -1,5 +1,6 @@
 """`batches`: the batches of training and evaluation, each of which depends on its number alone; grain orders them."""
 
+import datetime
 import hashlib
 import math
 import os
@@ -73,7 +74,9 @@ class Batches:
             raise IndexError(f"index must be at least 0 and, without a seed, below {len(self)}, got {index}")
         numbers = range(index * self._per_batch, (index + 1) * self._per_batch)
         sequences = [self._dataset[n] for n in numbers if self._is_endless or n < self.num_sequences]
-        batch = {name: np.zeros((self._per_batch, self._shape[2]), dtype) for name, dtype in _DTYPES.items()}
+        batch: dict[str, np.ndarray] = {
+            name: np.zeros((self._per_batch, self._shape[2]), dtype) for name, dtype in _DTYPES.items()
+        }
         for name, array in batch.items():
             array[: len(sequences)] = [sequence[name] for sequence in sequences]
         if self._is_normalized:
@@ -98,6 +101,7 @@ def batches(
     seed: int | None = 0,
     normalize: bool = True,
     end_token: int | None = None,
+    date: datetime.date | None = None,
 ) -> Batches:
     """Tokenizes the rows of files, plans the sequences, and returns the batches.
 
@@ -131,6 +135,8 @@ def batches(
       normalize: False leaves the weights as the rows have them.
       end_token: the token that ends a text, such as the first of `stop_tokens(folder)`, see `examples_of`; the
         tokenizer's own if it is None, -1 for none.
+      date: what chat templates that write the date, such as gpt-oss's, take for today; today if it is None. A run that
+        goes on another day must give the day of its start.
 
     Raises:
       ImportError: grain is not installed, or pyarrow for a table.
@@ -143,11 +149,13 @@ def batches(
     )
     if seed is not None and not 0 <= as_int("seed", seed, 0) < 2**32:
         raise ValueError(f"seed must be at least 0 and below {2**32}, got {seed}")
+    if seed is not None:
+        _grain()  # before all is read
     groups, shares = _groups(data)
     if len(groups) > 1 and seed is None:
         raise ValueError("seed must be an int where data are mixed, got None: one pass has no shares")
     own_end = tokenizer.eos_token_id if end_token is None else end_token if end_token >= 0 else None
-    stores = [fill(group, tokenizer, length, splits=splits, end_token=own_end) for group in groups]
+    stores = [fill(group, tokenizer, length, splits=splits, end_token=own_end, date=date) for group in groups]
     shape = accumulate, batch_size, length
     return Batches(stores, shares, shape, packing=packing, normalize=normalize, seed=seed)
 
@@ -174,7 +182,7 @@ class _Sequences:
     def __init__(self, store: Store, length: int, packing: bool) -> None:
         self._store, self._length = store, length
         self._order, self._bounds = pack(store.sizes - 1, length, packing)
-        #: the weights of all learned tokens, of a sequence in the mean
+        # the sum of the weights of learned tokens, in the mean over sequences
         self.mean_weight = float(np.dot(store.weights.astype(np.float64), store.learned)) / len(self)
 
     def __len__(self) -> int:
@@ -192,14 +200,19 @@ class _Sequences:
         return sequence
 
 
-def _ordered(sources: Sequence[_Sequences], shares: Sequence[float], seed: int | None) -> tuple[int, Any]:
-    """The number of sequences in an epoch, and the sequences in their order."""
-    if seed is None:
-        return len(sources[0]), sources[0]
+def _grain() -> Any:
     try:
         import grain
     except ImportError as error:
         raise ImportError("batches in an order of their own need grain: pip install grain") from error
+    return grain
+
+
+def _ordered(sources: Sequence[_Sequences], shares: Sequence[float], seed: int | None) -> tuple[int, Any]:
+    """The number of sequences in an epoch, and the sequences in their order."""
+    if seed is None:
+        return len(sources[0]), sources[0]
+    grain = _grain()
     seeds = np.random.SeedSequence(seed).generate_state(len(sources)).tolist()
     endless = [
         grain.MapDataset.source(source).shuffle(seed=own).repeat() for source, own in zip(sources, seeds, strict=True)

@@ -4,9 +4,12 @@ What is learned is what assistants said. A template that marks it by `{% generat
 others, the text of the messages before a turn, asking for an answer, is compared with the text that has the turn.
 """
 
+import datetime
 import functools
 import itertools
+import json
 import re
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,9 +18,13 @@ from jgg.data.tokenizers import encode, kind_and_text
 Tokens = tuple[list[int], list[bool]]  # the tokens of a text, and which of them are learned
 
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which transformers knows such templates
+_ONE_AT_A_TIME = threading.Lock()  # transformers 5.0 keeps what a template marks in one place for all threads
+_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
-def encode_conversation(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> list[Tokens]:
+def encode_conversation(
+    tokenizer: Any, messages: Sequence[Any], tools: Any = None, date: datetime.date | None = None
+) -> list[Tokens]:
     """The tokens of a conversation, of which all that assistants said after other messages is learned.
 
     Some templates write a turn otherwise once others follow it, such as without its thoughts. Such a turn is learned
@@ -27,6 +34,7 @@ def encode_conversation(tokenizer: Any, messages: Sequence[Any], tools: Any = No
       tokenizer: what `load_tokenizer` returned.
       messages: of the conversation, as `apply_chat_template` takes them. Those after the last assistant's are left out.
       tools: that the assistant may use, as `apply_chat_template` takes them.
+      date: what templates that write the date, such as gpt-oss's, take for today; today if it is None.
 
     Raises: ValueError: there is no assistant's message after another, there is no template, or it fails or writes the
       messages before an assistant's anew once that follows.
@@ -36,9 +44,10 @@ def encode_conversation(tokenizer: Any, messages: Sequence[Any], tools: Any = No
         raise ValueError("messages must have one before the assistant's, got it alone")
     if tokenizer.chat_template is None:
         raise ValueError("messages need chat_template.jinja in the model's folder, or one in tokenizer_config.json")
-    conversation = _Conversation(tokenizer, messages, tools)
     try:
-        if _GENERATION.search(tokenizer.get_chat_template(tools=tools)):
+        template = _dated(tokenizer.get_chat_template(tools=tools), date)
+        conversation = _Conversation(tokenizer, template, messages, tools)
+        if _GENERATION.search(template):
             return [conversation.marked(turns[-1] + 1)]
         texts = conversation.texts(turns)
     except _WrittenAnewError as error:
@@ -66,28 +75,27 @@ class _WrittenAnewError(Exception):
 
 
 class _Conversation:
-    """The messages of a conversation, and how a tokenizer's template writes the first of them."""
+    """The messages of a conversation, and how a template writes the first of them."""
 
-    def __init__(self, tokenizer: Any, messages: Sequence[Any], tools: Any) -> None:
-        self.tokenizer, self.messages, self.tools = tokenizer, messages, tools
+    def __init__(self, tokenizer: Any, template: str, messages: Sequence[Any], tools: Any) -> None:
+        self.tokenizer, self.messages = tokenizer, messages
+        self.apply = functools.partial(tokenizer.apply_chat_template, chat_template=template, tools=tools)
         self.text = functools.cache(self._text)
 
     def marked(self, count: int) -> Tokens:
         """The tokens of the first messages, and which of them the template marks."""
-        found = self.tokenizer.apply_chat_template(
-            self.messages[:count],
-            tools=self.tools,
-            return_dict=True,
-            return_assistant_tokens_mask=True,
-            tokenizer_kwargs={"verbose": False},
-        )
+        with _ONE_AT_A_TIME:
+            found = self.apply(
+                self.messages[:count],
+                return_dict=True,
+                return_assistant_tokens_mask=True,
+                tokenizer_kwargs={"verbose": False},
+            )
         return found["input_ids"], [mask == 1 for mask in found["assistant_masks"]]
 
     def _text(self, count: int, asks_for_more: bool = False) -> str:
         """The text of the first messages."""
-        return self.tokenizer.apply_chat_template(
-            self.messages[:count], tools=self.tools, add_generation_prompt=asks_for_more, tokenize=False
-        )
+        return self.apply(self.messages[:count], add_generation_prompt=asks_for_more, tokenize=False)
 
     def texts(self, turns: list[int]) -> list[tuple[str, list[tuple[int, int]]]]:
         """The texts that have all turns, and in each the spans of characters of the turns that are learned in it."""
@@ -122,6 +130,11 @@ class _Conversation:
         kept = (text for text in (alone, alone.removesuffix(self.tokenizer.eos_token or "")) if whole.startswith(text))
         end = next(map(len, kept), None)
         return None if start is None or end is None else (start, end)
+
+
+def _dated(template: str, date: datetime.date | None) -> str:
+    """The template with a date in the place of today's; transformers lets no other function take strftime_now's."""
+    return template if date is None else _TODAY.sub(lambda call: json.dumps(date.strftime(call[2])), template)
 
 
 def _shared(whole: str, part: str) -> int:

@@ -1,5 +1,6 @@
 """What a row of data teaches: its tokens, and which of them are learned."""
 
+import datetime
 import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -26,7 +27,9 @@ class Example(NamedTuple):
     weight: float
 
 
-def examples_of(row: Any, tokenizer: Any, end_token: int | None = None) -> list[Example]:
+def examples_of(
+    row: Any, tokenizer: Any, end_token: int | None = None, date: datetime.date | None = None
+) -> list[Example]:
     """What a row teaches.
 
     A row is an object with "prompt" and "completion", which is learned, both tokenized as one text; or with "text", all
@@ -38,6 +41,7 @@ def examples_of(row: Any, tokenizer: Any, end_token: int | None = None) -> list[
       tokenizer: what `load_tokenizer` returned.
       end_token: the token that is put, and learned, behind texts and completions that do not end with it, and behind
         conversations that the chat template ends with no special token, as GLM-4.5's does.
+      date: see `encode_conversation`.
 
     Returns: one example, or of messages maybe more than one: see `encode_conversation`.
     Raises: ValueError: the row has none of these, its text has half of a pair of surrogates, or the template fails.
@@ -51,7 +55,7 @@ def examples_of(row: Any, tokenizer: Any, end_token: int | None = None) -> list[
         case {"messages": [*messages]} if _has_answer(messages):
             found = [
                 _ended(tokenizer, *tokens, end_token)
-                for tokens in encode_conversation(tokenizer, messages, _tools_of(row))
+                for tokens in encode_conversation(tokenizer, messages, _tools_of(row), date)
             ]
         case _:
             keys = '"prompt" and "completion", "text", or "messages" with an assistant\'s'

@@ -68,5 +68,6 @@ def _lines(path: Path) -> Iterator[tuple[str, Any]]:
                 try:
                     row = json.loads(text)
                 except (ValueError, RecursionError) as error:
-                    raise ValueError(f"{name} must be a JSON object, got {text[:80].strip()}: {error}") from error
+                    got = f"{text[:80].strip()}: {error}"
+                    raise ValueError(f"{name} must be a JSON object on one line, got {got}") from error
                 yield name, row

@@ -1,11 +1,14 @@
 """Keeps the tokens of examples in a file without a name, which the system reads in as they are needed."""
 
+import datetime
+import errno
+import functools
 import hashlib
 import itertools
 import os
 import tempfile
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import IO, Any, NamedTuple
 
@@ -65,6 +68,7 @@ def fill(
     *,
     splits: bool = False,
     end_token: int | None = None,
+    date: datetime.date | None = None,
 ) -> Store:
     """Tokenizes all rows of some files, some at a time.
 
@@ -75,35 +79,39 @@ def fill(
       splits: whether longer examples are divided into several, each of which begins with the last token of the one
         before.
       end_token: see `examples_of`.
+      date: see `encode_conversation`.
 
     Raises: OSError, ValueError: see `rows` and `examples_of`; the message begins with the row's name. Or the folder for
       temporary files has no room.
     """
-    with tempfile.TemporaryFile() as file:
-        writer = _Writer(file, length, splits)
-        for examples in _examples_of_rows(paths, tokenizer, end_token):
-            try:
+    try:
+        with tempfile.TemporaryFile() as file:
+            writer = _Writer(file, length, splits)
+            read = functools.partial(examples_of, tokenizer=tokenizer, end_token=end_token, date=date)
+            tokenizer("", verbose=False)  # forgets what tokenizer.json has of padding, as threads must not side by side
+            for examples in _examples_of_rows(paths, read):
                 writer.add(examples, tokenizer)
-            except OSError as error:
-                where = f"{tempfile.gettempdir()}, the folder of TMPDIR"
-                raise OSError(f"the tokens of the data must have room in {where}: {error.strerror}") from error
-        if not writer.sizes:
-            raise ValueError(f"{', '.join(map(str, paths))} must have an example with tokens to learn, got none")
-        return writer.store()
+            if not writer.sizes:
+                raise ValueError(f"{', '.join(map(str, paths))} must have an example with tokens to learn, got none")
+            return writer.store()
+    except OSError as error:  # of closing the file, too
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        where = f"{tempfile.gettempdir()}, the folder of TMPDIR"
+        raise OSError(f"the tokens of the data must have room in {where}: {error.strerror}") from error
 
 
 def _examples_of_rows(
-    paths: Sequence[str | os.PathLike[str]], tokenizer: Any, end_token: int | None
+    paths: Sequence[str | os.PathLike[str]], read: Callable[[Any], list[Example]]
 ) -> Iterator[list[Example]]:
     """The examples of each row, in order; threads tokenize, for which the tokenizer lets go of Python's lock."""
 
     def named(row: tuple[str, Any]) -> list[Example]:
         try:
-            return examples_of(row[1], tokenizer, end_token)
+            return read(row[1])
         except ValueError as error:
             raise ValueError(f"{row[0]}: {error}") from error
 
-    tokenizer("", verbose=False)  # forgets what tokenizer.json has of padding, which threads must not do side by side
     with ThreadPoolExecutor() as pool:
         for some in itertools.batched(itertools.chain.from_iterable(map(rows, paths)), ROWS_AT_ONCE):
             yield from pool.map(named, some)
@@ -123,10 +131,12 @@ class _Writer:
         """Writes the examples of a row."""
         before, is_cut = len(self.sizes), False
         for tokens, learned, weight in examples:
+            if not weight:
+                continue
             marked = np.where(learned, tokens, ~tokens)
             if len(tokens) > self.length + 1 and not self.splits:
                 marked, is_cut = marked[: self.length + 1], True
-            elif (end := end_of(tokenizer, tokens)) is not None and weight:
+            elif (end := end_of(tokenizer, tokens)) is not None:
                 self.ends.add(end)
             for start in range(0, max(len(marked) - 1, 1), self.length):
                 self._add(marked[start : start + self.length + 1], weight)
@@ -135,7 +145,7 @@ class _Writer:
 
     def _add(self, marked: np.ndarray, weight: float) -> None:
         num_learned = int(np.sum(marked[1:] >= 0))
-        if not num_learned or not weight:
+        if not num_learned:
             return
         self.largest_token = max(self.largest_token, int(np.max(np.where(marked < 0, ~marked, marked))))
         content = marked.astype("<i4").tobytes()

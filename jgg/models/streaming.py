@@ -45,14 +45,17 @@ class Stream(Iterator[np.ndarray]):
         if self.is_done.all() or before == self.max_new_tokens:
             raise StopIteration
         request, plan = self._asked.request, self._asked.plan
-        if self._state is None:
-            self._state = decoding.start(*self._split, self._asked.prompts, request, plan=plan)
+        state = self._state
+        if state is None:
+            state = decoding.start(*self._split, self._asked.prompts, request, plan=plan)
         else:
             limit = jnp.int32(min(before + self._chunk, self.max_new_tokens))
-            self._state = decoding.advance(*self._split, self._state, request, self._ended, limit, plan=plan)
+            state = decoding.advance(*self._split, state, request, self._ended, limit, plan=plan)
+        self._state = state
         rows = self._asked.rows
-        filled, tokens, lengths, is_done = map(
-            on_host, (self._state.filled, self._state.tokens, self._state.lengths, self._state.is_done)
+        # copies, as the next program may write where these are
+        filled, tokens, lengths, is_done = (
+            np.array(on_host(each)) for each in (state.filled, state.tokens, state.lengths, state.is_done)
         )
         self.tokens, self.lengths = tokens[:rows, :filled], lengths[:rows]
         self.is_done = is_done[:rows] | self._ended[:rows]
@@ -73,7 +76,8 @@ class Stream(Iterator[np.ndarray]):
         """
         check(self._state is not None, "result must be called after the first tokens have come, got none.")
         assert self._state is not None
-        return result_of(self._state, self._asked, self.tokens.shape[1])
+        # copies, as the state may have these very arrays, and is gone once the stream goes on
+        return jax.tree.map(jnp.copy, result_of(self._state, self._asked, self.tokens.shape[1]))
 
 
 def result_of(state: State, asked: Asked, new_tokens: int) -> jax.Array | Generated:

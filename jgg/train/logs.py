@@ -10,7 +10,8 @@ from typing import Any, Self
 from jgg.core.arguments import as_path, check_instance
 from jgg.core.files import replace_text
 
-TRACKERS = ("tensorboard", "wandb")
+_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+TRACKERS = tuple(_PACKAGES)
 
 
 class Log:
@@ -47,8 +48,7 @@ class Log:
         for name in trackers:
             if name not in TRACKERS:
                 raise ValueError(f"trackers must be of {', '.join(TRACKERS)}, got {name!r}.")
-        packages = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-        self._modules = {name: importlib.import_module(packages[name]) for name in trackers}
+        self._modules = {name: _imported(_PACKAGES[name], name) for name in trackers}
         self._trackers: list[tuple[Callable[[int, dict[str, float]], Any], Callable[[], Any]]] | None = None
 
     def __enter__(self) -> Self:
@@ -97,6 +97,13 @@ class Log:
     def _wandb(self, module: Any, step: int) -> tuple[Callable[[int, dict[str, float]], Any], Callable[[], Any]]:
         run = module.init(name=self.path.stem, config=self._settings)
         return lambda step, values: run.log(values, step=step), run.finish
+
+
+def _imported(package: str, tracker: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError as error:
+        raise ImportError(f"the tracker {tracker} needs a package: pip install {package}") from error
 
 
 def _step_of(line: str) -> int | None:

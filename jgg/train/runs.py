@@ -25,13 +25,26 @@ def changes(path: Path, options: Mapping[str, Any], noted: Mapping[str, Any], fr
 
     Raises: ValueError: the file is no TOML file.
     """
+    before, before_noted = _read(path)
+    return _changes(before, _plain(options), free) + _changes(before_noted, _plain(noted), ())
+
+
+def noted_in(path: Path) -> dict[str, Any]:
+    """The further values that a file notes of a run.
+
+    Raises: ValueError: the file is no TOML file.
+    """
+    return _read(path)[1]
+
+
+def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The options in a file, and the further values."""
     try:
-        before = tomllib.loads(path.read_text(encoding="utf-8"))
+        options = tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} must be a TOML file: {' '.join(str(error).split())}") from error
-    before_noted = before.pop("noted", {})
-    found = _changes(before, _plain(options), free)
-    return found + _changes(before_noted if isinstance(before_noted, dict) else {}, _plain(noted), ())
+    noted = options.pop("noted", {})
+    return options, noted if isinstance(noted, dict) else {}
 
 
 def _changes(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str]) -> list[str]:

@@ -1,10 +1,12 @@
 """Options from the file of --config, under those of the command line; what is wrong is one line."""
 
+import datetime
 import tomllib
 
 import pytest
 
 from _jgg_command.parser import parse
+from jgg.cli.options import UsageError
 from jgg.cli.training import folders
 from jgg.train import runs
 
@@ -42,6 +44,22 @@ def test_what_a_run_writes_is_a_file_of_its_options(folder):
     assert folders.settings_of(again) == settings
     assert settings["data"] == [folder / "a b.jsonl", folder / 'c"\n\\é😀\x7f']
     assert tomllib.loads((folder / "out.toml").read_text())["noted"] == {"steps": 3}
+
+
+def test_a_run_that_goes_on_keeps_the_day_on_which_it_began(folder):
+    """Chat templates such as gpt-oss's write the date: else its data would be others on the next day."""
+    (folder / "m").mkdir()
+    args = parse("", ["train", "m", "--data", "d", "--output", "o", "--checkpoints", "c"])
+    today, earlier = datetime.date.today(), datetime.date(2024, 2, 29)
+    assert folders.first_day(args) == today
+    folders.note(args, 9, "abc", earlier)
+    assert folders.first_day(args) == today  # nothing is saved yet
+    (folder / "c" / "12").mkdir()
+    assert folders.first_day(args) == earlier
+    folders.note(args, 9, "abc", earlier)
+    with pytest.raises(UsageError, match=r"date is .*, was 2024-02-29"):
+        folders.note(args, 9, "abc", today)
+    assert folders.first_day(parse("", ["train", "m", "--data", "d", "--output", "o"])) == today
 
 
 WRONG = {

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import socket
 
 import jax
 import jax.numpy as jnp
@@ -132,6 +133,19 @@ def test_several_devices(folder, data):
     np.testing.assert_allclose([got["loss"], got["bits_per_byte"]], [loss, bits], rtol=1e-5)
 
 
+def printed_by_two(*arguments):
+    """What each of two processes prints that run a command together, of two devices each."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
+    together = ["-m", "jgg", *arguments, "--coordinator", address, "--processes", 2]
+    started = [processes.start(*together, "--process", number, **devices) for number in range(2)]
+    return [processes.printed(process) for process in started]
+
+
+# what the task asks for: behind the token that begins a text
+TEXTS = [[62, *(int(word[1:]) for word in ROWS[row]["text"].split())] for row in (0, 2)]
 TASK = """
 task: jgg_words
 dataset_path: json
@@ -161,8 +175,7 @@ class TestTasks:
 
     def test_a_task(self, options, capsys):
         found = run(capsys, *options, "--tasks", "jgg_words", "--quiet")
-        texts = [[62, *(int(word[1:]) for word in ROWS[row]["text"].split())] for row in (0, 2)]
-        mean = sum(losses_of(text).sum() for text in texts) / 35
+        mean = sum(losses_of(text).sum() for text in TEXTS) / 35
         got = found["tasks"]["results"]["jgg_words"]["word_perplexity,none"]
         np.testing.assert_allclose(got, math.exp(mean), rtol=1e-5)
         assert found["data"] == {}
@@ -172,3 +185,16 @@ class TestTasks:
             main(["evaluate", *map(str, options), "--tasks", "jgg_words,no_task"])
         message = r"--tasks must be of the [0-9]+ that `lm-eval ls tasks` lists, got 'no_task'"
         assert re.search(message, capsys.readouterr().err)
+
+    @pytest.mark.sweep
+    def test_two_processes(self, options, data, capsys):
+        of_data = ["--data", data, "--sequence-length", 64, "--batch-size", 4]
+        both = printed_by_two("evaluate", *options, *of_data, "--tasks", "jgg_words", "--dtype", "float32", "--json")
+        found, want = json.loads(both[0].splitlines()[-1]), run(capsys, options[0], *of_data)
+        assert found["data"].keys() == want["data"].keys()
+        for got, own in zip(found["data"].values(), want["data"].values(), strict=True):
+            np.testing.assert_allclose(list(got.values()), list(own.values()), rtol=1e-5)
+        mean = sum(losses_of(text).sum() for text in TEXTS) / 35
+        got = found["tasks"]["results"]["jgg_words"]["word_perplexity,none"]
+        np.testing.assert_allclose(got, math.exp(mean), rtol=1e-5)
+        assert "results" not in both[1]

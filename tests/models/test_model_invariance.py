@@ -124,7 +124,8 @@ def check_batches(model, tokens):
 def check_samples(model, prompts, lengths, **options):
     """The log-probabilities of new tokens are those that the model gives their rows, alone and together."""
     named = {"lengths": lengths, "temperature": 1.0, "seeds": np.arange(len(prompts)), "details": True}
-    generated = jgg.models.generate(model, prompts, 20, **named | options)
+    options = named | {"min_p": 0.01, "repetition_penalty": 1.1, "frequency_penalty": 0.3} | options
+    generated = jgg.models.generate(model, prompts, 20, **options)
     rows = generated.training_rows(prompts, lengths)
     run = jax.jit(lambda model, tokens, targets: model.losses(tokens, targets))
     losses = run(model, rows.tokens, rows.targets)
@@ -152,6 +153,7 @@ def test_samples_have_the_probabilities_that_training_gives_them(family):
     chunked = check_samples(model, prompts, lengths, num_samples=2, prefill_chunk=4)
     alone = check_samples(model, prompts[[2, 1]], lengths[[2, 1]], num_samples=2, seeds=[2, 1])
     jax.tree.map(np.testing.assert_array_equal, chunked, generated)
+    np.testing.assert_array_equal(alone.tokens[:2], generated.tokens[4:])
     np.testing.assert_array_equal(alone.log_probabilities[:2], generated.log_probabilities[4:])
 
 

@@ -92,7 +92,15 @@ def test_gradients_inside_shard_map(function, num_blocks, monkeypatch):
     assert_close(got, want)
 
 
-@pytest.mark.parametrize("head", [HEAD, Head(0.5, softcap=2.0)])
+@pytest.mark.parametrize(
+    "head",
+    [
+        HEAD,
+        Head(0.5, softcap=2.0),
+        pytest.param(Head(implementation="interpret"), marks=pytest.mark.interpret),
+        pytest.param(Head(0.5, softcap=2.0, implementation="triton"), marks=pytest.mark.gpu),
+    ],
+)
 def test_scores_are_those_of_all_logits(head, monkeypatch):
     x, w, targets = features(length=7)
     logits = np.asarray(head.final(logits_of(x, w, head)), np.float64)

@@ -3,13 +3,14 @@
 import functools
 import re
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 import jgg.models
 from jgg.models import decoding
 from jgg.models.texts import cut
-from tests.support.models import FEW_FAMILIES, loaded, reference
+from tests.support.models import FAMILIES, FEW_FAMILIES, loaded, reference
 
 LENGTHS = np.array([1, 5, 9])  # of the prompts in the reference data
 ROWS = {"temperature": [1.5, 0.0, 0.8], "top_p": [0.9, 0.5, 1.0], "repetition_penalty": [1.0, 1.7, 0.9]}
@@ -34,8 +35,9 @@ def test_a_stream_gives_what_generate_does_by_its_programs(family):
     number = programs()
     got = stream(model, prompts, 11, **options, stop_tokens=[64, [3, 4]], chunk=4)
     pieces = [next(got)]
-    assert_equal(got.result(), generate(model, prompts, 1, **options, stop_tokens=[64, [3, 4]]))
+    first = got.result()
     pieces += got
+    assert_equal(first, generate(model, prompts, 1, **options, stop_tokens=[64, [3, 4]]))
     assert [piece.shape[1] for piece in pieces] == [1, 4, 4, 2]
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), wanted.tokens)
     np.testing.assert_array_equal(got.tokens, wanted.tokens)
@@ -52,6 +54,17 @@ def model():
 def likeliest(number, **options):
     """The likeliest tokens of the prompts as they come, which are those of `reference`."""
     return stream(model(), reference("qwen3_moe")["prompts"], number, lengths=LENGTHS, stop_tokens=[52], **options)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_stream_has_the_bits_of_generate_on_a_gpu(family):
+    for options in ({}, {"batch_invariant": True}):
+        model, prompts = loaded(family, dtype=jnp.bfloat16, **options), reference(family)["prompts"]
+        options = {"lengths": LENGTHS, "seeds": [5, 6, 7], "num_samples": 2, "details": True} | ROWS
+        got = stream(model, prompts, 20, **options, chunk=3)
+        assert [piece.shape[1] for piece in got] == [1, 3, 3, 3, 3, 3, 3, 1]
+        assert_equal(got.result(), generate(model, prompts, 20, **options))
 
 
 def test_a_stream_ends_where_its_rows_do():

@@ -63,5 +63,5 @@ def test_what_is_not_there_is_named(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="trackers must be of tensorboard, wandb, got 'mlflow'"):
         Log(tmp_path / "out.jsonl", trackers=["mlflow"])
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ImportError, match="wandb"):
+    with pytest.raises(ImportError, match="the tracker wandb needs a package: pip install wandb"):
         Log(tmp_path / "out.jsonl", trackers=["wandb"])

@@ -1,9 +1,11 @@
 """Batches: what they have of examples, how these are packed and mixed, and that they depend on their number alone."""
 
+import functools
 import hashlib
 import itertools
 import json
 import sys
+import tempfile
 
 import numpy as np
 import pytest
@@ -183,6 +185,18 @@ def test_files_of_a_list_are_read_as_one(tokenizer, tmp_path):
     assert all(np.array_equal(both[0][n][name], both[1][n][name]) for n in range(9) for name in both[0][n])
 
 
+def test_threads_tokenize_in_order_whatever_tokenizer_json_keeps_of_padding(tokenizer, tmp_path):
+    data = jsonl(tmp_path, *pairs(700))
+    wanted = jgg.data.batches(data, tokenizer, length=24, batch_size=1, packing=False, seed=None)
+    examples = [jgg.data.examples_of(row, tokenizer, 2)[0] for _, row in jgg.data.rows(data)]
+    assert [len(example.tokens) - 1 for example in examples] == [int(jgg.data.lengths_of(own)[0]) for own in wanted]
+    path, padding = tmp_path / "tokenizer.json", {"strategy": {"Fixed": 12}, "direction": "Right"}
+    padding |= {"pad_to_multiple_of": None, "pad_id": 0, "pad_type_id": 0, "pad_token": "<unk>"}
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"padding": padding}))
+    found = jgg.data.batches(data, jgg.data.load_tokenizer(tmp_path), length=24, batch_size=1)
+    assert found.digest == wanted.digest
+
+
 def test_a_long_text_is_divided_and_each_of_its_tokens_learned_once(tokenizer, tmp_path):
     words = [WORDS[n % 3] for n in range(50)]
     path = jsonl(tmp_path, {"text": " ".join(words)}, {"prompt": " ".join(words), "completion": " one"})
@@ -235,6 +249,18 @@ def test_what_batches_refuse(wrong, message, tokenizer, tmp_path):
 def test_grain_is_asked_for_by_name(tokenizer, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "grain", None)
     with pytest.raises(ImportError, match="need grain: pip install grain"):
+        jgg.data.batches(tmp_path / "not read", tokenizer, length=8, batch_size=1)
+    one_pass = jgg.data.batches(jsonl(tmp_path, *pairs(3)), tokenizer, length=8, batch_size=1, seed=None)
+    assert len(list(one_pass)) == one_pass.num_sequences
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="writes to /dev/full")
+def test_a_full_folder_for_temporary_files_is_named(tokenizer, tmp_path, monkeypatch):
+    # whose buffer is written when the file is closed
+    monkeypatch.setattr(tempfile, "TemporaryFile", functools.partial(open, "/dev/full", "wb"))
+    monkeypatch.setattr(tempfile, "tempdir", "/somewhere")
+    expected = "the tokens of the data must have room in /somewhere, the folder of TMPDIR: No space left on device"
+    with pytest.raises(OSError, match=expected):
         jgg.data.batches(jsonl(tmp_path, *pairs(3)), tokenizer, length=8, batch_size=1)
 
 

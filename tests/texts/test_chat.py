@@ -1,7 +1,10 @@
 """Conversations are written as transformers writes them, and what assistants say in them is learned."""
 
+import datetime
 import re
+import sys
 
+import numpy as np
 import pytest
 
 import jgg.data
@@ -187,3 +190,35 @@ def test_what_an_assistant_says_first_is_not_learned(tmp_path):
     assert found[1:] == ("two<|im_end|>\n",) and "two" in found[0]
     with pytest.raises(ValueError, match="messages must have one before the assistant's, got it alone"):
         spans(folder, {"messages": [ASSISTANT, USER]})
+
+
+@pytest.mark.parametrize("template", [LOOP, marked(LOOP)], ids=["compared", "marked"])
+def test_a_template_that_writes_the_date_writes_that_of_the_run_s_start(template, tmp_path):
+    today = (
+        "{{ strftime_now('%Y-%m-%d') }} {{ strftime_now( \"%d %b %Y\" ) }}" + "{{ 'on' if strftime_now is defined }}"
+    )
+    folder = folder_of(tmp_path, template=today + template)
+    tokenizer, date = jgg.data.load_tokenizer(folder), datetime.date(2024, 2, 29)
+    (found,) = jgg.data.examples_of({"messages": TALK}, tokenizer, date=date)
+    assert tokenizer.decode(found.tokens).startswith("2024-02-29 29 Feb 2024on<|im_start|>system")
+    data = jsonl(folder, {"messages": TALK})
+    options = {"length": 256, "batch_size": 1}
+    dates = [date, date, date + datetime.timedelta(1), None, datetime.date.today()]
+    first, same, other, *now = [jgg.data.batches(data, tokenizer, **options, date=day).digest for day in dates]
+    assert first == same != other and first not in now
+
+
+def test_marked_turns_are_the_same_by_threads(tmp_path):
+    """Transformers 5.0 kept what it marks in one place for all threads."""
+    folder = folder_of(tmp_path, template=marked(LOOP))
+    rows = [{"messages": TALK[: 3 + 2 * (n % 2)] * (1 + n % 7)} for n in range(400)]
+    tokenizer, data = jgg.data.load_tokenizer(folder), jsonl(folder, *rows)
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        found = jgg.data.batches(data, tokenizer, length=1024, batch_size=1, packing=False, seed=None, normalize=False)
+    finally:
+        sys.setswitchinterval(interval)
+    for row, batch in zip(rows, found, strict=True):
+        (example,) = jgg.data.examples_of(row, tokenizer)
+        assert np.array_equal(batch["weights"][0, 0, : len(example.learned) - 1], example.learned[1:])

@@ -46,6 +46,7 @@ WRONG = {
         json.dumps({"messages": [USER, ASSISTANT | {"content": "\udc80"}]}).encode(),
         "data.jsonl:1: 'utf-8' codec can't encode character '\\udc80'",
     ),
+    "array": (b'[\n{"text": "one"}\n]', "data.jsonl:1 must be a JSON object on one line, got [: Expecting value"),
     "half": (b'{"text": ', "data.jsonl:1 must be a JSON object"),
     "deep": (b"[" * 100_000, "data.jsonl:1 must be a JSON object"),
     "digits": (b'{"text": ' + b"1" * 5000 + b"}", "data.jsonl:1 must be a JSON object"),

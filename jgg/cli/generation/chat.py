@@ -18,6 +18,9 @@ def messages_of(system: str | None) -> list[dict[str, str]]:
 def talk(speaker: Speaker, system: str | None, chunk: int) -> None:
     """Answers each line until standard input ends. An interrupt ends an answer; what was said of it is kept."""
     messages = messages_of(system)
+    with one_line():  # what is wrong is told before the first question
+        speaker.ids_of_chat([*messages, {"role": "user", "content": "?"}], "the conversation")
+        speaker.load()
     for turn, line in enumerate(_lines()):
         messages.append({"role": "user", "content": line})
         with one_line():

@@ -61,20 +61,21 @@ def settings_of(args: argparse.Namespace, folder: Path) -> Settings:
     """
     path = folder / "generation_config.json"
     content = read_object(path) if path.is_file() else {}
-    found: dict[str, Any] = {
-        name: _number(content, name, path) if getattr(args, name) is None else getattr(args, name) for name in _KEYS
-    }
+    found: dict[str, Any] = {name: getattr(args, name) for name in _KEYS}
+    found |= {name: _number(content, name, path) for name, value in found.items() if value is None}
     do_sample = content.get("do_sample")
     is_drawn = args.temperature is not None or (do_sample is not None and as_flag(f"do_sample of {path}", do_sample))
+    if not is_drawn:
+        found["temperature"] = 0.0
     return Settings(
-        **found | ({} if is_drawn else {"temperature": 0.0}),
+        **found,
         presence_penalty=args.presence_penalty,
         frequency_penalty=args.frequency_penalty,
         stop=tuple(_stop_strings(content, path) if args.stop is None else args.stop),
     )
 
 
-def _number(content: dict[str, Any], name: str, path: Path) -> float:
+def _number(content: dict[str, Any], name: str, path: Path) -> Any:
     """A number of the file, or transformers' default."""
     key, value, where = _KEYS[name], content.get(name), f"{name} of {path}"
     if value is None:

@@ -22,7 +22,7 @@ _EXPERTS: dict[str, Any] = {"bfloat16": "dense", "as-stored": "as stored", "fp8"
 class Speaker:
     """Continues prompts as the options of `jgg generate` say.
 
-    What can be wrong with files and texts is found before the model is loaded, which is at the first `stream`.
+    What can be wrong with files and texts is found before the model is loaded, by `load` or the first `stream`.
 
     Attributes:
       settings: how tokens are drawn.
@@ -34,19 +34,21 @@ class Speaker:
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._folder = args, folder_of(args.model)
         self.adapter = getattr(args, "adapter", None)  # as an option of a file may give it
+        self._model: jgg.models.Decoder | None = None
         self._config = jgg.models.model_config(jgg.hf.read_config(self._folder))
         self.tokenizer = load_tokenizer(self._folder)
         self.settings = settings_of(args, self._folder)
         ends = [*stop_tokens(self._folder, self.adapter), self.tokenizer.eos_token_id]
         self.stop_tokens = list(dict.fromkeys(token for token in ends if token is not None))
 
-    @functools.cached_property
-    def model(self) -> jgg.models.Decoder:
-        """The model, with the adapter if there is one."""
-        model = jgg.models.load(self._folder, experts=_EXPERTS[self._args.experts])
-        if self.adapter is not None:
-            jgg.models.load_adapter(model, self.adapter)
-        return model
+    def load(self) -> jgg.models.Decoder:
+        """The model, with the adapter if there is one; it is read once."""
+        if self._model is None:
+            model = jgg.models.load(self._folder, experts=_EXPERTS[self._args.experts])
+            if self.adapter is not None:
+                jgg.models.load_adapter(model, self.adapter)
+            self._model = model
+        return self._model
 
     def ids_of(self, text: str, where: str, *, is_rendered: bool = False) -> list[int]:
         """The tokens of a prompt, which `where` names; raises ValueError if there is none, or one the model lacks."""
@@ -72,7 +74,7 @@ class Speaker:
         """
         width = max(256, 2 ** (len(ids) - 1).bit_length()) if is_padded else len(ids)
         return jgg.models.stream(
-            self.model,
+            self.load(),
             np.pad(np.asarray([ids], np.int32), ((0, 0), (0, width - len(ids)))),
             self.settings.max_new_tokens,
             lengths=np.asarray([len(ids)]) if is_padded else None,

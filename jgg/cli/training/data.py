@@ -1,5 +1,6 @@
 """The data of a run, by its options."""
 
+import datetime
 import json
 import math
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 
 import jgg.data
 from jgg.cli.options import UsageError
+from jgg.cli.training.folders import first_day
 from jgg.core.files import replace_text
 from jgg.hf.files import read_object
 from jgg.models import ModelConfig
@@ -21,11 +23,13 @@ class Data(NamedTuple):
       batches: of --data.
       held_out: of --eval-data, or None.
       end_tokens: those that end a text: the folder's, and those that end what is learned.
+      date: what chat templates that write the date take for today: the day on which the run began.
     """
 
     batches: jgg.data.Batches
     held_out: jgg.data.Batches | None
     end_tokens: list[int]
+    date: datetime.date
 
     def steps(self, args) -> int:
         """The number of the last step."""
@@ -55,7 +59,8 @@ def data_of(args, folder: Path, config: ModelConfig) -> Data:
         raise UsageError(f"--mix must have a share for each of {len(args.data)} files, got {len(args.mix)}")
     tokenizer, ends = jgg.data.load_tokenizer(folder), jgg.data.stop_tokens(folder)
     sizes = {"length": args.sequence_length, "batch_size": args.batch_size, "packing": args.packing}
-    sizes |= {"splits": args.split, "end_token": ends[0] if ends else None}
+    date = first_day(args)
+    sizes |= {"splits": args.split, "end_token": ends[0] if ends else None, "date": date}
 
     def read(option: str, files: Any, **options: Any) -> jgg.data.Batches:
         found = jgg.data.batches(files, tokenizer, **sizes, **options)
@@ -67,7 +72,7 @@ def data_of(args, folder: Path, config: ModelConfig) -> Data:
     batches, held_out = read("--data", files, accumulate=args.accumulate, seed=args.seed), None
     if args.eval_data is not None:
         held_out = read("--eval-data", args.eval_data, seed=None, normalize=False)
-    return Data(batches, held_out, list(dict.fromkeys([*ends, *batches.end_tokens])))
+    return Data(batches, held_out, list(dict.fromkeys([*ends, *batches.end_tokens])), date)
 
 
 def note_ends(folder: Path, end_tokens: list[int]) -> None:

@@ -1,5 +1,6 @@
 """The folders of a run: whether they can be written, and whether a checkpoint is of the same run."""
 
+import datetime
 import os
 import tempfile
 from collections.abc import Iterable
@@ -16,6 +17,7 @@ from jgg.train import runs
 # what a run that goes on from a checkpoint may change; its steps and the content of its data are noted
 FREE = frozenset(("data", "eval_data", "eval_every", "log_every", "log_to"))
 FREE |= frozenset(("steps", "epochs", "output", "checkpoints", "save_every", "remat", "fsdp", "expert"))
+_NOTED = "run.toml"  # beside the checkpoints
 _NO_OPTIONS = {"command", "parser", "config", "quiet", "coordinator", "processes", "process"}
 
 
@@ -59,22 +61,39 @@ def settings_of(args) -> dict[str, Any]:
     return values
 
 
-def note(args, steps: int, digest: str) -> None:
+def first_day(args) -> datetime.date:
+    """The day on which the run of the checkpoints began, if there are any, or else today."""
+    noted = runs.noted_in(args.checkpoints / _NOTED) if _has_run(args.checkpoints) else {}
+    try:
+        return datetime.date.fromisoformat(str(noted.get("date")))
+    except ValueError:
+        return datetime.date.today()
+
+
+def _has_run(checkpoints: Path | None) -> bool:
+    """Whether a folder has checkpoints, and notes of their run."""
+    if checkpoints is None or not (checkpoints / _NOTED).exists():
+        return False
+    return any(each.name.isdecimal() for each in checkpoints.iterdir())
+
+
+def note(args, steps: int, digest: str, date: datetime.date) -> None:
     """Checks that it is the run of the checkpoints, if there are any; then notes it there and beside --output.
 
     Args:
       args: the options.
       steps: number of the run's steps.
       digest: of the data.
+      date: what `first_day` was when the data were read.
 
     Raises: UsageError: the checkpoints are of a run with other options, which are named.
     """
     settings = settings_of(args)
-    noted = {"steps": steps, "data": digest}
+    noted = {"steps": steps, "data": digest, "date": date.isoformat()}
     places = [beside(args.output, ".toml")]
     if args.checkpoints is not None:
-        path = args.checkpoints / "run.toml"
-        if path.exists() and any(each.name.isdecimal() for each in args.checkpoints.iterdir()):
+        path = args.checkpoints / _NOTED
+        if _has_run(args.checkpoints):
             found = runs.changes(path, settings, noted, FREE)
             if found:
                 raise UsageError(

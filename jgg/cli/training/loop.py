@@ -82,7 +82,7 @@ def prepare(args, tokenizer: Path, config: ModelConfig) -> Run:
     sharding = devices.sharding_of(args)
     data = data_of(args, tokenizer, config)
     steps = data.steps(args)
-    folders.note(args, steps, data.batches.digest)
+    folders.note(args, steps, data.batches.digest, data.date)
     say(args, f"{data.in_words()}, for {steps} steps")
     settings = {name: str(value) for name, value in folders.settings_of(args).items()} | {"total_steps": steps}
     trackers = args.log_to if args.log_to and is_first() else ()
@@ -97,6 +97,8 @@ def fit(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> Decoder:
         trainer = _trainer_of(run, model, wrt)
         try:
             for record in _records(run, trainer):
+                if done == 0 and record.step > 1:
+                    say(args, f"goes on from step {record.step - 1}, which --checkpoints {args.checkpoints} has")
                 values = _measured(run, record, trainer)
                 if is_first():
                     with writes(log.path):
@@ -106,6 +108,8 @@ def fit(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> Decoder:
                 done = record.step
         except jgg.train.TrainingError as error:
             raise SystemExit(f"jgg: {error}") from error
+        if done == 0:
+            say(args, f"--checkpoints {args.checkpoints} has all {steps} steps already")
         return trainer.model
 
 
@@ -136,7 +140,7 @@ def _measured(run: Run, record: jgg.train.Record, trainer: jgg.train.Trainer) ->
     speed, data, args = record.speed, run.data, run.args
     values = {
         "loss": float(np.mean(record.metrics["loss"])),
-        "learning_rate": float(run.schedule(record.step - 1)),
+        "learning_rate": float(np.asarray(run.schedule(record.step - 1))),
         "epoch": record.step / len(data.batches),
         "expert_load": float(np.max(record.metrics["load"][-1])),
         "tokens_per_second": speed.tokens_per_second,
