@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 
 from jgg.core.files import warn_once
-from jgg.core.gpu_target import MIN_COMPUTE_CAPABILITY, Target, current_target, device_target
+from jgg.core.gpu_target import MIN_COMPUTE_CAPABILITY, Target, current_target, device_target, known_target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.launching import interpret, triton
 from jgg.launching.launch import Launch
@@ -91,15 +91,16 @@ def is_plain_jax(implementation: str | None) -> bool:
     """Whether a choice always leads to the xla implementation, which needs no custom derivative."""
     if implementation is not None:
         return implementation == "xla"
-    device = device_target()
     if not has_triton():
-        if device is not None and not _is_too_old(device):
+        target = known_target()  # that of `jgg.target` too: what is exported for it would have no kernels
+        if target is not None and not _is_too_old(target):
+            gpu = target.name or f"compute capability {target.compute_capability / 10}"
             warn_once(
-                f"All runs in plain JAX, slower than by the kernels for {device.name}: Triton and jax-triton are not "
+                f"All runs in plain JAX, slower than by the kernels for {gpu}: Triton and jax-triton are not "
                 "installed. pip install 'jgg[triton]'"
             )
         return True
-    return _is_too_old(device)
+    return _is_too_old(device_target())
 
 
 def _is_too_old(device: Target | None) -> bool:

@@ -307,11 +307,16 @@ def test_a_gpu_without_triton_is_said_once(monkeypatch, caplog):
     monkeypatch.setattr(choice, "has_triton", lambda: False)
     gpus = [Target(90, 132, "NVIDIA H100"), Target(90, 132, "NVIDIA H100"), Target(70, 80, "NVIDIA V100"), None]
     for gpu in gpus:  # the last two run in plain JAX with Triton too
-        monkeypatch.setattr(choice, "device_target", lambda gpu=gpu: gpu)
+        monkeypatch.setattr(choice, "known_target", lambda gpu=gpu: gpu)
         assert choice.is_plain_jax(None)
-    (message,) = caplog.messages
-    assert "slower than by the kernels for NVIDIA H100" in message
-    assert "pip install 'jgg[triton]'" in message
+    monkeypatch.undo()
+    monkeypatch.setattr(choice, "has_triton", lambda: False)
+    with jgg.target(103):
+        jax.jit(jgg.ragged_dot).trace(zeros(8, 5), zeros(3, 5, 7), indices(3))
+    with_name, for_export = caplog.messages
+    assert "slower than by the kernels for NVIDIA H100" in with_name
+    assert "slower than by the kernels for compute capability 10.3" in for_export
+    assert "pip install 'jgg[triton]'" in for_export
 
 
 @pytest.mark.parametrize("implementation", ["triton", "interpret"])
