@@ -76,7 +76,14 @@ def symmetric_kernel(
             acc += tl.load(terms + 1) * added.to(tl.float32)
         acc += tl.where(rows[:, None] == columns[None, :], tl.load(terms + 2), 0.0)
         value = acc.to(y.dtype.element_ty)
-        last = tl.where(rows < SIZE, rows, -1)  # the column of each row that is on the diagonal
-        is_own, is_mirrored = columns[None, :] <= last[:, None], columns[:, None] < last[None, :]
-        tl.store(row_pointers(y + matrix, rows, columns, SIZE), value, mask=is_own)
-        tl.store(row_pointers(y + matrix, columns, rows, SIZE), value.T, mask=is_mirrored)
+        straight = row_pointers(y + matrix, rows, columns, SIZE)
+        mirrored = row_pointers(y + matrix, columns, rows, SIZE)
+        # below the diagonal, masks of whole rows: where rows are aligned, stores are of 16 bytes
+        is_below = column + BLOCK_COLUMNS <= row if SIZE % 16 == 0 else False
+        if is_below:
+            tl.store(straight, value, mask=(rows < SIZE)[:, None])
+            tl.store(mirrored, value.T, mask=(rows < SIZE)[None, :])
+        else:
+            last = tl.where(rows < SIZE, rows, -1)  # the column of each row that is on the diagonal
+            tl.store(straight, value, mask=columns[None, :] <= last[:, None])
+            tl.store(mirrored, value.T, mask=columns[:, None] < last[None, :])
