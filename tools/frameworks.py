@@ -42,7 +42,8 @@ def install(name: str, folder: Path) -> Path:
     environment = folder / name
     subprocess.run([sys.executable, "-m", "venv", "--clear", environment], check=True)
     path = f"{environment / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    options = {"cwd": folder, "env": {**os.environ, "PATH": path}, "check": True}
+    # Python compiles what it imports, so pip need not; "no" is how pip wants that option said by its variable
+    options = {"cwd": folder, "env": {**os.environ, "PATH": path, "PIP_NO_COMPILE": "no"}, "check": True}
     subprocess.run(["bash", "-exc", lines_of(name)], **options)
     # without a GPU this one writes a traceback whenever JAX starts
     subprocess.run(["bash", "-exc", "pip uninstall -qq -y jax-cuda12-pjrt"], **options)
