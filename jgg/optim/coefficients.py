@@ -52,7 +52,7 @@ def coefficients_of(ns_coeffs: CoefficientsLike, ns_steps: int) -> Coefficients:
         f"ns_coeffs must be three numbers, three for each iteration, or one of {NAMES}, got {ns_coeffs!r}.",
     )
     rows = np.broadcast_to(numbers, (steps, 3)) if numbers.ndim == 1 else numbers
-    return tuple((float(a), float(b), float(c)) for a, b, c in rows)
+    return tuple((a, b, c) for a, b, c in rows.tolist())
 
 
 def _polar_express(steps: int) -> Coefficients:
