@@ -67,7 +67,7 @@ def ways(peers: tuple[str, ...]) -> Iterator[tuple[str, Callable[..., Any], bool
             print(f"QuACK is left out: {why}")
 
 
-def _optax(x: jax.Array) -> jax.Array:
+def _optax(x: jax.Array) -> Any:
     """The update of optax without momentum."""
     optimizer = optax.contrib.scale_by_muon(beta=0.0, nesterov=False, weight_dimension_numbers=_NUMBERS)
     with jax.numpy_dtype_promotion("standard"):

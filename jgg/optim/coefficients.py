@@ -51,8 +51,8 @@ def coefficients_of(ns_coeffs: CoefficientsLike, ns_steps: int) -> Coefficients:
         numbers.ndim in (1, 2) and numbers.shape[-1] == 3 and numbers.size > 0,
         f"ns_coeffs must be three numbers, three for each iteration, or one of {NAMES}, got {ns_coeffs!r}.",
     )
-    rows = np.broadcast_to(numbers, (steps, 3)) if numbers.ndim == 1 else numbers
-    return tuple((float(a), float(b), float(c)) for a, b, c in rows)
+    a, b, c = numbers.reshape(-1, 3).T.tolist()
+    return tuple(zip(a, b, c, strict=True)) * (steps if numbers.ndim == 1 else 1)
 
 
 def _polar_express(steps: int) -> Coefficients:

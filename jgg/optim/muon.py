@@ -19,8 +19,6 @@ from jgg.optim.parameters import matrices, matrix_axes, of_leaves, shape_factor
 from jgg.optim.split import map_stacks, placed
 from jgg.primitives.barrier import barrier
 
-Schedule = ArrayLike | Callable[[Any], Any]
-
 
 class MuonState(NamedTuple):
     """The state of `muon` for matrices.
@@ -35,12 +33,12 @@ class MuonState(NamedTuple):
 
 
 def muon(
-    learning_rate: Schedule,
+    learning_rate: optax.ScalarOrSchedule,
     ns_coeffs: CoefficientsLike = "standard",
     ns_steps: int = 5,
     beta: ArrayLike = 0.95,
     eps: float = 1e-8,
-    weight_decay: ArrayLike = 0.0,
+    weight_decay: optax.ScalarOrSchedule = 0.0,
     weight_decay_mask: Any = None,
     mu_dtype: DTypeLike | None = None,
     *,
@@ -49,8 +47,8 @@ def muon(
     adam_b1: ArrayLike = 0.9,
     adam_b2: ArrayLike = 0.999,
     adam_eps_root: ArrayLike = 0.0,
-    adam_weight_decay: ArrayLike = 0.0,
-    adam_learning_rate: Schedule | None = None,
+    adam_weight_decay: optax.ScalarOrSchedule = 0.0,
+    adam_learning_rate: optax.ScalarOrSchedule | None = None,
     muon_weight_dimension_numbers: Any = matrices,
     consistent_rms: float | None = None,
     shardings: Any = None,
@@ -168,8 +166,8 @@ def _orthogonal_momentum(options: _Options, numbers: Any, shardings: Any) -> opt
         mu = jax.tree.map(lambda p: jnp.zeros_like(p, options.mu_dtype), params)
         return MuonState(jnp.zeros((), jnp.int32), mu)
 
-    def update(updates: Any, state: MuonState, params: Any = None) -> tuple[Any, MuonState]:
-        count = optax.safe_increment(state.step)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
+        count = jnp.asarray(optax.safe_increment(state.step))
         gradients, treedef = jax.tree.flatten(updates)
         own = zip(
             gradients,
