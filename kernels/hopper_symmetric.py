@@ -1,8 +1,9 @@
 """The kernel of a symmetric product for sm_90: the roles, the ring and the pipeline of `hopper`, which explains them.
 
-A cluster computes a block [256, 256] on or below the diagonal, 128 rows in each of its two CTAs, and stores it twice:
-straight and, unless it lies on the diagonal, transposed at its mirror image. TMA leaves out what lies past the last row
-or column of a matrix.
+A cluster computes a block [256, 256] on or below the diagonal, 128 rows in each of its two CTAs. It is stored in parts
+[64, 64]: those below the diagonal twice, straight and transposed at their mirror image, those on it once, and those
+above it not. So the result is symmetric to the last bit except within those on the diagonal. TMA leaves out what lies
+past the last row or column of a matrix.
 
 The matrix that is added comes through the ring too. After the steps that multiply come PARTS more, each with a part of
 the tile, [64, 64] for each multiplying warpgroup, in the place of left's blocks: so its loads are under way while the
@@ -24,13 +25,13 @@ class Tile:
     """A CTA's tile: its matrix, and its first row and column; there are no such rows for a tile past the last.
 
     Attributes:
-      is_mirrored: whether the cluster's block lies below the diagonal, so that its mirror image is stored too.
+      is_below: whether the cluster's block lies below the diagonal, so that it has none of its elements.
     """
 
     group: gl.tensor
     row: gl.tensor
     column: gl.tensor
-    is_mirrored: gl.tensor
+    is_below: gl.tensor
 
 
 @gluon.aggregate
@@ -120,7 +121,6 @@ class Pending:
     group: gl.tensor
     row: gl.tensor
     column: gl.tensor
-    is_mirrored: gl.tensor
     cta: gl.tensor
 
     @gluon.jit
@@ -138,13 +138,14 @@ class Pending:
         gl.barrier()
         result.fill(warpgroup, value, False)
         result.fill(warpgroup, value, True)
+        column = self.column + PART * value.shape[1]
         fence_async_shared()
         gl.barrier()
-        column = self.column + PART * value.shape[1]
         # TMA adds the number of this CTA's first row in the tensor [TILE_ROWS, ...] to the coordinate
         of_cta = self.cta * WARPGROUP_ROWS
-        result.store(warpgroup, self.group, self.row - of_cta, column, False)
-        if self.is_mirrored:
+        if column <= self.row:
+            result.store(warpgroup, self.group, self.row - of_cta, column, False)
+        if column < self.row:
             result.store(warpgroup, self.group, column - of_cta, self.row, True)
 
     @gluon.jit
@@ -189,7 +190,7 @@ def finish(acc, work, ring, terms, tile, row, stage, phase, WARPGROUP: gl.conste
         part2, stage, phase = add_part(part2, ring, terms.add_scale, stage, phase, WARPGROUP)
         part3, stage, phase = add_part(part3, ring, terms.add_scale, stage, phase, WARPGROUP)
         acc = gl.convert_layout(join_columns(join_columns(part0, part1), join_columns(part2, part3)), layout)
-    if not tile.is_mirrored:
+    if not tile.is_below:
         rows = work.row_of_tensor(row) + gl.arange(0, TILE_ROWS, gl.SliceLayout(1, layout))
         columns = tile.column + gl.arange(0, work.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
         acc += gl.where(rows[:, None] == columns[None, :], terms.diagonal, 0.0)
@@ -214,9 +215,9 @@ def join_columns(left, right):
 
 
 @gluon.jit
-def make_pending(value, group, row, column, is_mirrored, cta):
+def make_pending(value, group, row, column, cta):
     part0, part1, part2, part3 = split_parts(value)
-    return Pending(part0, part1, part2, part3, group, row, column, is_mirrored, cta)
+    return Pending(part0, part1, part2, part3, group, row, column, cta)
 
 
 @gluon.jit
@@ -228,7 +229,7 @@ def multiply_tiles(WARPGROUP: gl.constexpr, work, ring, result, terms):
     ring = as_matrices(work, ring, True)
     acc = gl.zeros([TILE_ROWS, work.BLOCK_COLUMNS], gl.float32, layout)
     nothing = gl.to_tensor(work.SIZE)  # the row of a tile that TMA leaves out
-    pending = make_pending(acc.to(dtype), gl.to_tensor(0), nothing, nothing, nothing != nothing, work.cta)
+    pending = make_pending(acc.to(dtype), gl.to_tensor(0), nothing, nothing, work.cta)
     stage = 0
     phase = 0
     tile = work.at(gl.program_id(0))
@@ -241,7 +242,7 @@ def multiply_tiles(WARPGROUP: gl.constexpr, work, ring, result, terms):
                 work, ring, acc, pending, result, work.steps(), stage, phase, next_index, WARPGROUP
             )
             acc, stage, phase = finish(acc, work, ring, terms, own, row, stage, phase, WARPGROUP)
-            pending = make_pending(acc.to(dtype), own.group, row, own.column, own.is_mirrored, work.cta)
+            pending = make_pending(acc.to(dtype), own.group, row, own.column, work.cta)
         else:
             tile = work.at(next_index)
             stage, phase = skip_tile(ring, work.steps() + (PARTS if work.HAS_ADD else 0), stage, phase)
@@ -298,8 +299,7 @@ def hopper_symmetric_kernel(
 
     Arrays: left, right [num_groups, SIZE, REDUCED]; add [num_groups, SIZE, SIZE] or None; y like add. They are TMA
     descriptors of 16-bit floats, whose rows are multiples of 16 bytes; add has the dtype of left. terms is float32 [3].
-    row_tiles and column_tiles, int32 [num_tiles], are the blocks [2 * TILE_ROWS, BLOCK_COLUMNS] of a matrix; one on the
-    diagonal is computed and stored as a whole.
+    row_tiles and column_tiles, int32 [num_tiles], are the blocks [2 * TILE_ROWS, BLOCK_COLUMNS] of a matrix.
     """
     cta = gl.inline_asm("mov.u32 $0, %cluster_ctarank;", "=r", [], gl.int32, is_pure=True)
     work = Work(

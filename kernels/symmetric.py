@@ -52,10 +52,10 @@ def symmetric_kernel(
     """y[g] = terms[0] * left[g] @ right[g]^T + terms[1] * add[g] + terms[2] * I, all of them symmetric.
 
     Arrays: left, right [num_groups, SIZE, REDUCED]; add, y [num_groups, SIZE, SIZE], add or None; terms float32 [3];
-    row_tiles, column_tiles int32 [num_tiles], the tiles of one matrix. With TMA_LEFT and TMA_RIGHT, left and
-    right are TMA descriptors. What a tile has on the diagonal and below is stored at its place, and what it
-    has below, transposed, at its mirror image too. So y is symmetric to the last bit, which left @ right^T need not be
-    where left and right differ, as rounding makes them commute not quite.
+    row_tiles, column_tiles int32 [num_tiles], the tiles of one matrix. With TMA_LEFT and TMA_RIGHT, left and right are
+    TMA descriptors. What a tile has on the diagonal and below is stored at its place, and what it has below,
+    transposed, at its mirror image too. So y is symmetric to the last bit. The product itself need not be where left
+    and right differ, since after rounding they do not quite commute.
     """
     for tile in tl.range(tl.program_id(0), num_groups * num_tiles, tl.num_programs(0), flatten=True):
         group = tile // num_tiles

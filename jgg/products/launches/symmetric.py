@@ -61,7 +61,10 @@ def symmetric_config(problem: GroupedGemmProblem, target: Target) -> KernelConfi
     has_two_programs = tile.columns > _MOST_COLUMNS and target.compute_capability < 100
     columns = min(tile.rows, tile.columns, _MOST_COLUMNS // (2 if problem.out_dtype.itemsize == 4 else 1))
     config = config.with_tile(tile._replace(columns=columns), problem.w_layout)
-    return dataclasses.replace(config, num_warps=4, num_stages=3, programs_per_sm=2) if has_two_programs else config
+    if has_two_programs:
+        return dataclasses.replace(config, num_warps=4, num_stages=3, programs_per_sm=2)
+    is_tf32 = problem.dtype.itemsize == 4 and problem.precision == jax.lax.Precision.DEFAULT
+    return dataclasses.replace(config, num_warps=4) if is_tf32 and target.compute_capability >= 100 else config
 
 
 def _multiply_on_every_gpu(launcher: Launcher, product: SymmetricProduct, config: KernelConfigForward) -> jax.Array:
