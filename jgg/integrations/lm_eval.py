@@ -200,7 +200,7 @@ class JggLM(TemplateLM):
         options: dict[str, Any] = dict(normalize_gen_kwargs(kwargs, self.max_gen_toks))
         until, new = [text for text in options.pop("until") if text], options.pop("max_gen_toks")
         check(new < self.max_length, f"max_gen_toks must be less than max_length, {self.max_length}, got {new}")
-        temperature = options.pop("temperature", 0.0) if options.pop("do_sample") else 0.0
+        temperature, do_sample = options.pop("temperature", 0.0), options.pop("do_sample")
         unknown = ", ".join(sorted(options.keys() - set(_DRAWING)))
         known = f"until, max_gen_toks, do_sample, temperature, {', '.join(_DRAWING)}"
         check(not unknown, f"options of generation must be of {known}, got {unknown}")
@@ -220,7 +220,7 @@ class JggLM(TemplateLM):
                 key=jax.random.key(self._seed),
                 seeds=np.array([seeds[index] for index in places]),
                 stop_tokens=stops,
-                temperature=temperature,
+                temperature=temperature if do_sample else 0.0,
                 **options,
             )
             for index, row in zip(batch.indices, on_host(rows).tolist(), strict=False):
