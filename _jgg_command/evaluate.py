@@ -3,12 +3,11 @@
 from pathlib import Path
 
 from _jgg_command.arguments import Parser, file, positive_int, seed, whole
-from _jgg_command.options import add_shared
+from _jgg_command.options import add_experts, add_shared
 from _jgg_command.training import add_devices
 
 DESCRIPTION = "Measure a model's loss on texts, and how it does in tasks of lm-eval."
 DTYPES = ("bfloat16", "float32")
-EXPERTS = ("bfloat16", "as-stored", "fp8")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -25,8 +24,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--sequence-length", type=positive_int, metavar="N", help=what)
     what = "sequences that are computed at once, on all devices together (default: as many as have 16,384 tokens)"
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help=what)
-    what = "as-stored: experts in MXFP4 or FP8 stay so; fp8: they are quantized and multiplied so (default: bfloat16)"
-    parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help=what)
+    add_experts(parser)
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the computation (default: %(default)s)")
     parser.add_argument("--seed", type=seed, default=0, help="seed of what is drawn (default: %(default)s)")
     add_devices(parser)

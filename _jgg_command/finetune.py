@@ -4,10 +4,10 @@ import argparse
 from pathlib import Path
 
 from _jgg_command.arguments import Parser, positive_float, whole
+from _jgg_command.options import add_experts
 from _jgg_command.training import add_model, add_training
 
 DESCRIPTION = "Fine-tune a model of a Hugging Face folder: LoRA adapters that PEFT loads, or with --full all of it."
-EXPERTS = ("bfloat16", "as-stored", "fp8")
 TARGETS = ("w_q", "w_k", "w_v", "w_o", "w_gate_up", "w_down", "w_dense_gate_up", "w_dense_down")
 FURTHER_TARGETS = ("w_shared_gate_up", "w_shared_down", "w_router")
 _LARGEST_RANK = 2**16  # a rank above the sizes of a matrix adds nothing, and no model's are larger
@@ -27,6 +27,5 @@ def add_arguments(parser: Parser) -> None:
     what = "matrices with adapters, of %(choices)s (default: all but those of shared experts and routers)"
     choices = (*TARGETS, *FURTHER_TARGETS)
     parser.add_argument("--targets", nargs="+", choices=choices, default=list(TARGETS), metavar="NAME", help=what)
-    what = "as-stored: experts in MXFP4 or FP8 stay so; fp8: they are quantized and multiplied so (default: bfloat16)"
-    parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help=what)
+    add_experts(parser)
     add_training(parser, learning_rate="2e-4, with --full 1e-5", weight_decay=0.0, remat="names", split=False)

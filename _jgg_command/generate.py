@@ -6,10 +6,9 @@ from pathlib import Path
 
 from _jgg_command.arguments import Parser, number, positive_float, positive_int, seed, whole
 from _jgg_command.configuration import add_config
-from _jgg_command.options import add_shared
+from _jgg_command.options import add_experts, add_shared
 
 DESCRIPTION = "Continue a prompt with a model of a Hugging Face folder, and an adapter, or talk with it."
-EXPERTS = ("bfloat16", "as-stored", "fp8")
 
 
 def add_arguments(parser: Parser) -> None:
@@ -27,8 +26,7 @@ def add_arguments(parser: Parser) -> None:
     what = "new tokens, at most (default: that of generation_config.json, else 256)"
     parser.add_argument("--max-new-tokens", type=positive_int, metavar="N", help=what)
     parser.add_argument("--samples", type=positive_int, default=1, metavar="N", help="texts (default: %(default)s)")
-    what = "as-stored: experts in MXFP4 or FP8 stay so; fp8: they are quantized and multiplied so (default: bfloat16)"
-    parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help=what)
+    add_experts(parser)
     what = "tokens of the prompt that run at once, to save memory (default: all)"
     parser.add_argument("--prefill-chunk", type=positive_int, metavar="N", help=what)
     what = "measure a second run, and print the speeds to stderr, or with --json among the rest"

@@ -5,6 +5,7 @@ from typing import Any
 from _jgg_command.arguments import positive_int, prefix, seed
 
 DTYPES = ("float32", "float16", "bfloat16")
+EXPERTS = ("bfloat16", "as-stored", "fp8")
 SIZES = ("m", "k", "n", "experts", "topk")
 
 _SHARED: dict[str, dict[str, Any]] = {
@@ -49,3 +50,9 @@ def add_shared(parser, *names, **changes):
     """Declares options that commands share, by their names; `changes` has options with settings to change in them."""
     for name in (*names, *(name.replace("_", "-") for name in changes)):
         parser.add_argument(f"--{name}", **_SHARED[name] | changes.get(name.replace("-", "_"), {}))
+
+
+def add_experts(parser):
+    """Declares how experts are loaded, by the names of `jgg.models.loading.EXPERTS_BY_NAME`."""
+    what = "as-stored: experts in MXFP4 or FP8 stay so; fp8: they are quantized and multiplied so (default: bfloat16)"
+    parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help=what)

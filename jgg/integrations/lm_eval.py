@@ -27,11 +27,10 @@ from jgg.data.tokenizers import check_vocabulary, encode, load_tokenizer, stop_t
 from jgg.hf import read_config
 from jgg.hf.hub import folder_of
 from jgg.integrations.lm_eval_batches import Batch, Pair, batches, score
-from jgg.linear.fp8 import Fp8
 from jgg.models import Decoder
+from jgg.models.loading import EXPERTS_BY_NAME
 from jgg.models.placement import on_host
 
-_EXPERTS: dict[str, str | Fp8] = {"bfloat16": "dense", "as-stored": "as stored", "fp8": Fp8()}
 _DRAWING = ("top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 _LENGTH_KEY, _MAX_LENGTH = "max_position_embeddings", 2048  # the latter of a model that does not say
 _logger = logging.getLogger("jgg")
@@ -80,7 +79,7 @@ class JggLM(TemplateLM):
         device: str | None = None,
     ) -> None:
         super().__init__()
-        check(experts in _EXPERTS, f"experts must be of {', '.join(_EXPERTS)}, got {experts!r}.")
+        check(experts in EXPERTS_BY_NAME, f"experts must be of {', '.join(EXPERTS_BY_NAME)}, got {experts!r}.")
         is_auto = isinstance(batch_size, str) and batch_size.partition(":")[0] == "auto"
         self.batch_size = None if is_auto else as_int("batch_size", int(batch_size), 1)
         pretrained, self._pretrained = folder_of(pretrained), str(pretrained)
@@ -91,7 +90,7 @@ class JggLM(TemplateLM):
         self.max_length = _max_length(pretrained) if max_length is None else as_int("max_length", max_length, 1)
         self.max_gen_toks, self._seed = as_int("max_gen_toks", max_gen_toks, 1), as_int("seed", seed, 0)
         if model is None:
-            model = jgg.models.load(pretrained, experts=_EXPERTS[experts], dtype=dtype)
+            model = jgg.models.load(pretrained, experts=EXPERTS_BY_NAME[experts], dtype=dtype)
             if adapter is not None:
                 jgg.models.load_adapter(model, adapter)
         self.model = model

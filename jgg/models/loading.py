@@ -33,6 +33,9 @@ from jgg.models.tensors import Stack, ends, expected_shapes, module_of, stacks
 from jgg.nnx import Frozen
 from jgg.sharding import MoESharding
 
+# what `experts` of `load` is by the names that commands have
+EXPERTS_BY_NAME: dict[str, str | Fp8] = {"bfloat16": "dense", "as-stored": "as stored", "fp8": Fp8()}
+
 
 def load(
     folder: str | Path,

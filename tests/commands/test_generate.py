@@ -14,6 +14,7 @@ import jgg.models
 from _jgg_command import main
 from jgg.cli.generation import run, speaker
 from jgg.cli.generation.settings import MAX_NEW_TOKENS, settings_of
+from jgg.models.loading import EXPERTS_BY_NAME
 from tests.support.models import folder_with_tokenizer
 from tests.support.processes import ROOT
 
@@ -329,6 +330,6 @@ def test_what_is_wrong_with_files_is_told_in_a_line(folder, capsys, monkeypatch,
 
 
 def test_experts_are_those_that_the_parser_offers():
-    from _jgg_command.generate import EXPERTS
+    from _jgg_command.options import EXPERTS
 
-    assert tuple(speaker._EXPERTS) == EXPERTS
+    assert tuple(EXPERTS_BY_NAME) == EXPERTS

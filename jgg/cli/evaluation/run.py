@@ -17,9 +17,8 @@ from jgg.cli.options import UsageError, import_with_extra
 from jgg.cli.output import Output
 from jgg.cli.training import devices
 from jgg.hf.hub import folder_of
-from jgg.linear.fp8 import Fp8
+from jgg.models.loading import EXPERTS_BY_NAME
 
-_EXPERTS: dict[str, str | Fp8] = {"bfloat16": "dense", "as-stored": "as stored", "fp8": Fp8()}
 _HEADINGS = ("data", "tokens", "loss", "perplexity", "bits per byte")
 
 
@@ -36,7 +35,9 @@ def run(args: argparse.Namespace) -> int:
             args.batch_size = size  # without the size that training has by default
             tasks = _tasks(args) if args.tasks else None
             texts = [Texts(file, args, config, sharding) for file in args.data or ()]
-            model = jgg.models.load(args.model, dtype=args.dtype, experts=_EXPERTS[args.experts], sharding=sharding)
+            model = jgg.models.load(
+                args.model, dtype=args.dtype, experts=EXPERTS_BY_NAME[args.experts], sharding=sharding
+            )
             if args.adapter is not None:
                 jgg.models.load_adapter(model, args.adapter)
         measured = {str(each.file): each.measured(model) for each in texts}

@@ -14,9 +14,7 @@ import jgg.models
 from jgg.cli.generation.settings import settings_of
 from jgg.data import check_vocabulary, continuation, encode, load_tokenizer, prompt_of, stop_tokens
 from jgg.hf.hub import folder_of
-from jgg.linear.fp8 import Fp8
-
-_EXPERTS: dict[str, Any] = {"bfloat16": "dense", "as-stored": "as stored", "fp8": Fp8()}
+from jgg.models.loading import EXPERTS_BY_NAME
 
 
 class Speaker:
@@ -44,7 +42,7 @@ class Speaker:
     def load(self) -> jgg.models.Decoder:
         """The model, with the adapter if there is one; it is read once."""
         if self._model is None:
-            model = jgg.models.load(self._folder, experts=_EXPERTS[self._args.experts])
+            model = jgg.models.load(self._folder, experts=EXPERTS_BY_NAME[self._args.experts])
             if self.adapter is not None:
                 jgg.models.load_adapter(model, self.adapter)
             self._model = model

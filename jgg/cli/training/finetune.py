@@ -13,9 +13,8 @@ from jgg.cli.options import UsageError
 from jgg.cli.training import devices, folders, loop
 from jgg.cli.training.data import note_ends
 from jgg.hf.hub import folder_of
+from jgg.models.loading import EXPERTS_BY_NAME
 from jgg.sharding import MoESharding
-
-_EXPERTS: dict[str, str | jgg.Fp8] = {"bfloat16": "dense", "as-stored": "as stored", "fp8": jgg.Fp8()}
 
 
 def run(args) -> int:
@@ -59,7 +58,7 @@ def _load(args, folder: Path, sharding: MoESharding | None) -> jgg.models.Decode
     return jgg.models.load(
         folder,
         dtype=jnp.bfloat16,
-        experts=_EXPERTS[args.experts],
+        experts=EXPERTS_BY_NAME[args.experts],
         remat=args.remat,
         sharding=sharding,
         rngs=nnx.Rngs(args.seed),
