@@ -15,7 +15,11 @@ _LARGEST_RANK = 2**16  # a rank above the sizes of a matrix adds nothing, and no
 
 def add_arguments(parser: Parser) -> None:
     """Declares the options."""
-    add_model(parser, "MODEL", "the model's folder, with config.json, safetensors files and tokenizer.json")
+    add_model(
+        parser,
+        "MODEL",
+        "the model's folder, with config.json, safetensors files and tokenizer.json, or its name on the Hub",
+    )
     what = "the adapter's folder, or with --full the folder of the new model"
     parser.add_argument("--output", type=Path, metavar="FOLDER", help=what)
     what = "train all parameters in the place of adapters"
