@@ -17,6 +17,7 @@ from jgg.data.tokenizers import encode, kind_and_text
 
 Tokens = tuple[list[int], list[bool]]  # the tokens of a text, and which of them are learned
 
+_NO_TEMPLATE = "a conversation needs chat_template.jinja in the model's folder, or one in tokenizer_config.json"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which transformers knows such templates
 _ONE_AT_A_TIME = threading.Lock()  # transformers 5.0 keeps what a template marks in one place for all threads
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -48,7 +49,7 @@ def encode_conversation(
     if not turns:
         raise ValueError("messages must have one before the assistant's, got it alone")
     if tokenizer.chat_template is None:
-        raise ValueError("messages need chat_template.jinja in the model's folder, or one in tokenizer_config.json")
+        raise ValueError(_NO_TEMPLATE)
     try:
         template = _dated(tokenizer.get_chat_template(tools=tools), date)
         conversation = _Conversation(tokenizer, template, messages, tools)
@@ -68,7 +69,7 @@ def prompt_of(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> str
     Raises: ValueError: the folder has no chat template, or the template fails.
     """
     if tokenizer.chat_template is None:
-        raise ValueError("messages need chat_template.jinja in the model's folder, or one in tokenizer_config.json")
+        raise ValueError(_NO_TEMPLATE)
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # of any type: a template is a program
