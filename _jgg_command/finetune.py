@@ -8,8 +8,10 @@ from _jgg_command.training import add_model, add_training
 
 DESCRIPTION = "Fine-tune a model of a Hugging Face folder: LoRA adapters that PEFT loads, or with --full all of it."
 EXPERTS = ("bfloat16", "as-stored", "fp8")
-TARGETS = ("w_q", "w_k", "w_v", "w_o", "w_gate_up", "w_down", "w_dense_gate_up", "w_dense_down")
-FURTHER_TARGETS = ("w_shared_gate_up", "w_shared_down", "w_router")
+# as in jgg/models/parts.py
+TARGETS = ("w_q", "w_k", "w_v", "w_o", "w_q_a", "w_q_b", "w_kv_a", "w_kv_b", "w_qkvz", "w_qkv", "w_z", "w_out")
+TARGETS += ("w_gate_up", "w_down", "w_dense_gate_up", "w_dense_down")
+FURTHER_TARGETS = ("w_ba", "w_b", "w_a", "w_shared_gate_up", "w_shared_down", "w_router")
 _LARGEST_RANK = 2**16  # a rank above the sizes of a matrix adds nothing, and no model's are larger
 
 
@@ -28,7 +30,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--lora-rank", type=rank, default=16, metavar="N", help="of adapters (default: %(default)s)")
     what = "adapters are scaled by alpha / rank (default: %(default)s)"
     parser.add_argument("--lora-alpha", type=positive_float, default=32.0, metavar="ALPHA", help=what)
-    what = "matrices with adapters, of %(choices)s (default: all but those of shared experts and routers)"
+    what = f"matrices with adapters, of %(choices)s (default: all but the last {len(FURTHER_TARGETS)})"
     choices = (*TARGETS, *FURTHER_TARGETS)
     parser.add_argument("--targets", nargs="+", choices=choices, default=list(TARGETS), metavar="NAME", help=what)
     what = "as-stored: experts in MXFP4 or FP8 stay so; fp8: they are quantized and multiplied so (default: bfloat16)"
