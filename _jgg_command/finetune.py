@@ -8,9 +8,13 @@ from _jgg_command.training import add_model, add_training
 
 DESCRIPTION = "Fine-tune a model of a Hugging Face folder: LoRA adapters that PEFT loads, or with --full all of it."
 EXPERTS = ("bfloat16", "as-stored", "fp8")
-# as in jgg/models/parts.py
-TARGETS = ("w_q", "w_k", "w_v", "w_o", "w_q_a", "w_q_b", "w_kv_a", "w_kv_b", "w_qkvz", "w_qkv", "w_z", "w_out")
-TARGETS += ("w_gate_up", "w_down", "w_dense_gate_up", "w_dense_down")
+# as in jgg/models/parts.py: of attention, latent attention, recurrent layers and MLPs
+TARGETS = (
+    *("w_q", "w_k", "w_v", "w_o"),
+    *("w_q_a", "w_q_b", "w_kv_a", "w_kv_b"),
+    *("w_qkvz", "w_qkv", "w_z", "w_out"),
+    *("w_gate_up", "w_down", "w_dense_gate_up", "w_dense_down"),
+)
 FURTHER_TARGETS = ("w_ba", "w_b", "w_a", "w_shared_gate_up", "w_shared_down", "w_router")
 _LARGEST_RANK = 2**16  # a rank above the sizes of a matrix adds nothing, and no model's are larger
 
