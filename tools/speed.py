@@ -87,10 +87,11 @@ def claim() -> str:
     tuned = next(row for row in models_tables.fastest() if (row["gpu"], row["model"]) == ("H200", "gpt-oss-20b"))
     text = (
         f"**MaxText trains {steps[1] / steps[0]:.2f} times as fast with jgg** as with tokamax: on an H100 a step of a "
-        f"model of two of Qwen3-30B-A3B's layers takes {steps[0]:.0f} ms and {steps[1]:.0f} ms. There jgg computes the "
-        f"whole block of routed experts, tokamax the grouped GEMMs in MaxText's own. One layer's experts "
-        f"take {layers[0]:.2f} ms forward, tokamax's {layers[1]:.2f}. `jax.lax.ragged_dot` runs out of memory in both. "
-        "On one H200, gpt-oss-20b with random weights is fine-tuned by LoRA at "
+        f"model of two of Qwen3-30B-A3B's layers takes {steps[0]:.0f} ms with jgg and {steps[1]:.0f} ms with tokamax. "
+        f"jgg computes the whole block of routed experts there, and tokamax the grouped GEMMs of MaxText's own block. "
+        f"Outside MaxText, the experts of one layer take {layers[0]:.2f} ms forward with jgg and {layers[1]:.2f} with "
+        "tokamax. `jax.lax.ragged_dot` runs out of memory in both cases. "
+        "On one H200, jgg fine-tunes gpt-oss-20b with random weights by LoRA at "
         f"{int(tuned['tokens_per_s']):,} tokens/s in {float(tuned['peak_gib']):.0f} GiB."
     )
     return textwrap.fill(text, 120, break_on_hyphens=False)

@@ -22,8 +22,8 @@ _DTYPES = {"tokens": np.int32, "targets": np.int32, "segments": np.int32, "weigh
 class Batches:
     """Batches of packed sequences, in an order that depends on a seed; `batches` makes them.
 
-    `self[n]` is the batch n, from 0. With a seed there is no last one: all sequences come once in each epoch, in an
-    order of its own. Without one, the sequences come once, empty ones fill the last batch, and a loop over them ends.
+    `self[n]` is batch n, from 0. With a seed there is no last batch: each epoch has all sequences once, in another
+    order. With `seed=None` the sequences come once in all, empty sequences fill the last batch, and a loop ends there.
 
     `len(self)` is the number of batches in an epoch, rounded up.
 
@@ -32,13 +32,13 @@ class Batches:
       num_cut: rows that lost their end, as they were longer than a sequence.
       num_left_out: rows that had nothing to learn.
       num_learned: learned tokens of all examples.
-      num_sequences: sequences in an epoch. Where data are mixed, an epoch has as many as it takes for the weights of
-        learned tokens to add up to those of all data.
+      num_sequences: sequences in an epoch. Where files are mixed, the weights of the learned tokens of an epoch add up
+        to those of all files together.
       fill: the share of the positions in sequences that have a token.
       end_tokens: the special tokens with which examples end, sorted.
-      largest_token: the largest token, such as for `check_vocabulary`.
-      digest: hexadecimal digits that differ where tokens differ, or which of them are learned, or their weights: what a
-        run that goes on compares.
+      largest_token: the largest token, which `check_vocabulary` can compare with a model's vocabulary.
+      digest: a hash, in hexadecimal digits, of the tokens, of which are learned, and of their weights. A run that
+        resumes compares it.
     """
 
     def __init__(
@@ -116,14 +116,15 @@ def batches(
 
     - "tokens" and "targets", int32: a token and the one behind it; 0 where there is none.
     - "segments", int32: 1, 2, ... for the examples of a sequence, which attend to themselves alone; 0 for padding.
-    - "weights", float32: of the targets' losses. 0 where a target is not learned, else the row's weight, times what
-      makes the sum of a batch `accumulate`: the mean of the losses of its parts, each a sum, is then the weighted mean
-      over all learned tokens.
+    - "weights", float32: what the losses of the targets are multiplied by. It is 0 where a target is not learned, else
+      the row's weight times a factor of the batch, by which the weights of the batch add up to `accumulate`. So if the
+      loss of a part is the sum of its weighted losses, the mean over the parts is the weighted mean over all learned
+      tokens.
 
     Args:
-      data: a file, a list of files whose rows come together, or {file: share} to mix files: of the weights of all
-        learned tokens, the share of each file is in the proportion of these positive numbers, however large the files
-        are; each begins anew when it ends. `rows` says what a file may be, `examples_of` what a row.
+      data: a file; a list of files, which are read as one; or {file: share} to mix files. The learned tokens of the
+        files, counted by their weights, are then in the proportion of these positive numbers, however large the files
+        are, and a file begins anew when it ends. `rows` says what a file may be, `examples_of` what a row may be.
       tokenizer: what `load_tokenizer` returned.
       length: tokens of a sequence.
       batch_size: sequences that are computed at once.

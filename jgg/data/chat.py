@@ -17,6 +17,7 @@ from jgg.data.tokenizers import encode, kind_and_text
 
 Tokens = tuple[list[int], list[bool]]  # the tokens of a text, and which of them are learned
 
+_NO_TEMPLATE = "a conversation needs chat_template.jinja in the model's folder, or one in tokenizer_config.json"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which transformers knows such templates
 _ONE_AT_A_TIME = threading.Lock()  # transformers 5.0 keeps what a template marks in one place for all threads
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -25,25 +26,30 @@ _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 def encode_conversation(
     tokenizer: Any, messages: Sequence[Any], tools: Any = None, date: datetime.date | None = None
 ) -> list[Tokens]:
-    """The tokens of a conversation, of which all that assistants said after other messages is learned.
+    """Tokenizes a conversation by the chat template, and marks what the assistant says as learned.
 
-    Some templates write a turn otherwise once others follow it, such as without its thoughts. Such a turn is learned
-    as it is when it is the last: the conversation up to there is a text of its own.
+    Some templates write a turn differently once other messages follow it, for example without its thoughts. Such a
+    turn is learned in the form that it has as the last one: the conversation up to this turn becomes a text of its own.
 
     Args:
       tokenizer: what `load_tokenizer` returned.
-      messages: of the conversation, as `apply_chat_template` takes them. Those after the last assistant's are left out.
-      tools: that the assistant may use, as `apply_chat_template` takes them.
-      date: what templates that write the date, such as gpt-oss's, take for today; today if it is None.
+      messages: the conversation, as `apply_chat_template` takes it. Messages after the assistant's last are left out,
+        and an assistant's message that comes first is not learned.
+      tools: the tools that the assistant may use, as `apply_chat_template` takes them.
+      date: the date for templates that write today's, such as gpt-oss's; None for today.
 
-    Raises: ValueError: there is no assistant's message after another, there is no template, or it fails or writes the
-      messages before an assistant's anew once that follows.
+    Returns:
+      The texts, each with its tokens and, for each of these, whether it is learned.
+
+    Raises:
+      ValueError: no message of the assistant follows another message, the folder has no chat template, the template
+        fails, or it changes the messages before a turn of the assistant once that turn is added.
     """
     turns = [n for n, message in enumerate(messages) if n and message["role"] == "assistant"]
     if not turns:
         raise ValueError("messages must have one before the assistant's, got it alone")
     if tokenizer.chat_template is None:
-        raise ValueError("messages need chat_template.jinja in the model's folder, or one in tokenizer_config.json")
+        raise ValueError(_NO_TEMPLATE)
     try:
         template = _dated(tokenizer.get_chat_template(tools=tools), date)
         conversation = _Conversation(tokenizer, template, messages, tools)
@@ -58,12 +64,12 @@ def encode_conversation(
 
 
 def prompt_of(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> str:
-    """The text of a conversation by the chat template, with what asks for the assistant's answer at its end.
+    """Writes a conversation by the chat template, up to where the assistant's next answer begins.
 
-    Raises: ValueError: there is no template, or it fails.
+    Raises: ValueError: the folder has no chat template, or the template fails.
     """
     if tokenizer.chat_template is None:
-        raise ValueError("messages need chat_template.jinja in the model's folder, or one in tokenizer_config.json")
+        raise ValueError(_NO_TEMPLATE)
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # of any type: a template is a program

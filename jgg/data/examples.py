@@ -17,9 +17,9 @@ class Example(NamedTuple):
     """A text to learn from.
 
     Attributes:
-      tokens: of the text, int32 [size].
-      learned: which of the tokens are learned, bool [size]; the first, which follows nothing, cannot be.
-      weight: how much each learned token counts.
+      tokens: the tokens of the text, int32 [size].
+      learned: which of the tokens are learned, bool [size]. The first token follows nothing, and is never learned.
+      weight: what the loss of each learned token is multiplied by.
     """
 
     tokens: np.ndarray
@@ -30,20 +30,25 @@ class Example(NamedTuple):
 def examples_of(
     row: Any, tokenizer: Any, end_token: int | None = None, date: datetime.date | None = None
 ) -> list[Example]:
-    """What a row teaches.
+    """Tokenizes a row, and marks the tokens that are learned.
 
-    A row is an object with "prompt" and "completion", which is learned, both tokenized as one text; or with "text", all
-    of which is learned; or with "messages", of which all that assistants say is learned, and maybe "tools", a list or
-    the JSON of one. Any row may have a "weight", 0 or from 1e-30 to 1e30; it is 1 by default. Other keys are ignored.
+    A row is a dict with one of these:
+
+    - "prompt" and "completion", tokenized as one text; the completion is learned.
+    - "text", all of which is learned.
+    - "messages", and maybe "tools", a list or the JSON of one; the messages of the assistant are learned.
+
+    Any row may have a "weight", 0 or from 1e-30 to 1e30; it is 1 by default. Other keys are ignored.
 
     Args:
-      row: what a line of a file has.
+      row: a row of a file, as `rows` returns it.
       tokenizer: what `load_tokenizer` returned.
-      end_token: the token that is put, and learned, behind texts and completions that do not end with it, and behind
-        conversations that the chat template ends with no special token, as GLM-4.5's does.
-      date: see `encode_conversation`.
+      end_token: the token that ends a text. It is added, and learned, behind texts and completions that do not end with
+        it, and behind conversations that the chat template ends with no special token, as GLM-4.5's does. None adds
+        no token.
+      date: as in `encode_conversation`.
 
-    Returns: one example, or of messages maybe more than one: see `encode_conversation`.
+    Returns: one example; several for some conversations, see `encode_conversation`.
     Raises: ValueError: the row has none of these, its text has half of a pair of surrogates, or the template fails.
     """
     weight = _weight_of(row)

@@ -11,9 +11,9 @@ from jgg.data.tables import table_rows
 
 
 def rows(path: str | os.PathLike[str]) -> Iterator[tuple[str, Any]]:
-    """The rows of a file, and for each its name for errors, such as "train.jsonl:3".
+    """Reads the rows of a file one after the other, each with a name for errors, such as "train.jsonl:3".
 
-    No more than a line, or some rows of a table, is in memory at once.
+    Only one line, or some rows of a table, is in memory at a time.
 
     Args:
       path: a JSONL file, whose lines are JSON, UTF-8 with or without a mark, blank ones ignored; a parquet or an Arrow

@@ -16,7 +16,7 @@ from jgg.models import ModelConfig
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
-    """The tokenizer of transformers for a folder's tokenizer.json, a `PreTrainedTokenizerFast`.
+    """Loads the tokenizer of a folder's tokenizer.json, as a `PreTrainedTokenizerFast` of transformers.
 
     Raises:
       ImportError: transformers is not installed.
@@ -38,16 +38,17 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
 
 
 def encode(tokenizer: Any, text: str, *, is_rendered: bool = False) -> tuple[list[int], list[int]]:
-    """The tokens of a text, and for each the number of characters up to its end.
+    """Tokenizes a text that goes on.
 
-    What the tokenizer puts before a text, such as "<s>", is left out where the text begins with it already. What it
-    puts behind a text is left out: the text goes on.
+    The special tokens that the tokenizer puts before a text, such as "<s>", are added unless the text begins with them.
+    Those that it puts behind a text are never added.
 
     Args:
       tokenizer: what `load_tokenizer` returned.
       text: the text.
-      is_rendered: whether the chat template wrote the text, which has all special tokens then.
+      is_rendered: whether the chat template wrote the text. Such a text has all special tokens, and none are added.
 
+    Returns: the tokens, and for each the number of characters of the text up to its end.
     Raises: ValueError: the text has half of a pair of surrogates, which is no character.
     """
     text.encode()
@@ -69,7 +70,7 @@ def encode(tokenizer: Any, text: str, *, is_rendered: bool = False) -> tuple[lis
 
 
 def continuation(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
-    """The text that new tokens add to the text of a prompt's tokens; special tokens are left out of both."""
+    """Returns the text that new tokens add to the text of a prompt's tokens; both without special tokens."""
     texts = (
         tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         for tokens in (prompt, prompt + new)
@@ -79,10 +80,10 @@ def continuation(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
 
 
 def stop_tokens(folder: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None) -> list[int]:
-    """The tokens that end a text: those of a model's folder, then those that training noted in the adapter's folder.
+    """Returns the tokens that end a text: those of a model's folder, then those of an adapter's folder.
 
-    They are `eos_token_id` of generation_config.json; the model's folder may have it in config.json instead, there
-    also in "text_config".
+    They are `eos_token_id` of generation_config.json, into which `jgg finetune` writes it for an adapter. If the
+    model's folder has none there, they are `eos_token_id` of config.json or of its "text_config".
 
     Raises: ValueError: a file is no JSON object, or eos_token_id is no token, list of tokens or null.
     """
@@ -92,7 +93,7 @@ def stop_tokens(folder: str | os.PathLike[str], adapter: str | os.PathLike[str] 
 
 
 def end_of(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> int | None:
-    """The special token at the end of a text, before white space that a chat template puts behind it, or None."""
+    """Returns the special token at the end of a text, or None; white space behind it does not count."""
     for token in map(int, reversed(ids)):
         if token in tokenizer.added_tokens_decoder:
             return token

@@ -38,9 +38,9 @@ class MoESharding:
       mesh: a mesh, each of whose axes may be Auto or Explicit.
       data: one axis, or a tuple of several; () for none.
       fsdp, expert, tensor: one axis each, or None.
-      fsdp_splits: what the devices along `fsdp` store of w_gate_up, w_down and their adapters: "experts" (each some
-        experts whole; E must divide by the devices along `fsdp` and `expert` together) or "features" (each a part of
-        H of all experts; it takes longer, as devices then copy what they gathered into its order).
+      fsdp_splits: how the devices along `fsdp` split w_gate_up, w_down and their adapters: "experts" (each stores some
+        experts whole; E must be a multiple of the number of devices along `fsdp` and `expert` together) or "features"
+        (each stores a part of H of all experts; this takes longer, as devices must copy what they gathered into order).
       exchange: "all_gather" (every device gets all tokens along `expert`, and results are reduce-scattered; it moves
         less data on fewer than k devices) or "ragged_all_to_all" (each routed row goes to its expert's device). Both
         give the same y and drop the same rows.

@@ -237,12 +237,13 @@ class Decoder(nnx.Module):
     ) -> Scores:
         """Returns the log-probabilities of targets, for an evaluation, and whether they are the likeliest tokens.
 
-        As with `losses`, logits never exist as a whole. Sows what a call sows. There are no gradients.
+        As in `losses`, the logits of all tokens are never in memory together. Sows what a call sows. It has no
+        gradients.
 
         Args:
-          tokens, segments, mask, adapters: as in a call. The mask leaves no target out.
-          targets: integer [B, S, C] or [B, S], from 0 to V - 1, as in `losses`: C tokens, each of which may follow. So
-            the answers to a question that are one token each need one row.
+          tokens, segments, mask, adapters: as in a call. All targets are scored, also where the mask is False.
+          targets: integer [B, S] or [B, S, C], from 0 to V - 1: the token that may follow each token, or C
+            alternatives. So answers of one token each to the same question need only one row.
 
         Returns: `jgg.models.Scores`, its arrays in the shape of the targets.
         """

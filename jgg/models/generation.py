@@ -150,9 +150,9 @@ def stream(
     details: bool = False,
     **options: Unpack[Options],
 ) -> Stream:
-    """Continues prompts, and gives the new tokens as they come: the very tokens that `generate` returns.
+    """Continues prompts, and gives the new tokens as they come: the same tokens that `generate` returns.
 
-    Both run the same compiled programs. No program may be traced around this: the host reads each chunk.
+    Both run the same compiled programs. It cannot be used inside `jax.jit`, as the host reads each chunk.
 
     Examples:
       >>> import jgg.models
@@ -168,8 +168,8 @@ def stream(
 
     Args:
       model, tokens, max_new_tokens, details, options: as in `generate`.
-      chunk: how many tokens of each row come at once, after the first, which comes alone. The host waits for each
-        chunk, so that larger ones are faster.
+      chunk: the number of tokens of each row that come at once. The first token comes alone. The host waits for each
+        chunk, so larger chunks are faster.
 
     Returns: a `Stream`, an iterator of new tokens, int32 [B * num_samples, n]. It ends when all rows have, or after
       max_new_tokens.

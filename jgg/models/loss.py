@@ -69,8 +69,9 @@ class Scores(NamedTuple):
     """How likely targets [B, S, C] are.
 
     Attributes:
-      log_probabilities: float32 [B, S, C], what `Decoder.losses` has, negated; NaN for a target that is no id.
-      is_greedy: bool [B, S, C], whether no token is likelier.
+      log_probabilities: float32 [B, S, C], the logarithms of the targets' probabilities, which are `-Decoder.losses`;
+        NaN for a target that is no id of the vocabulary.
+      is_greedy: bool [B, S, C], whether no token is likelier than the target.
     """
 
     log_probabilities: jax.Array

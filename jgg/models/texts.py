@@ -18,21 +18,22 @@ def stream_text(
     stop: Sequence[str] = (),
     stop_tokens: Sequence[int] = (),
 ) -> Iterator[list[str]]:
-    """The texts of the rows of a `jgg.models.Stream`, piece by piece: together they are each row's text.
+    """Yields the texts of the rows of a `jgg.models.Stream` in pieces, as they come.
 
-    A row ends before the first stop string in its text, whichever tokens the string begins and ends in; where two
-    overlap, that is the one that ends first. What may be the beginning of one is kept back until that is known, as are
-    the bytes of a character that is not whole. So the text does not depend on the stream's chunks.
+    A row ends before the first stop string in its text, which may begin and end inside tokens; of two that overlap, the
+    one that ends first counts. Text that may be the beginning of a stop string is kept back until this is known, and so
+    are the bytes of a character that is not complete. So the text does not depend on the stream's chunks.
 
     Args:
       stream: of R rows, of which no token has come yet.
       decoders: for each row, a function from its new tokens to the text that they add, such as
         `functools.partial(jgg.data.continuation, tokenizer, prompt)`. The text of more tokens must begin with that of
         fewer, but for characters that are not whole, which it must have as U+FFFD, as tokenizers do.
-      stop: strings that end a row, and are left out of its text. None may be empty.
+      stop: strings that end a row, and are left out of its text; not empty.
       stop_tokens: tokens that end a row of the stream and are left out of its text.
 
-    Yields: a piece for each row, often "". After the last, `stream.is_done` tells which rows have ended by themselves.
+    Yields: a piece of text for each row, often "". In the end, `stream.is_done` tells which rows a stop token or a stop
+      string has ended.
 
     Raises: ValueError: an argument is wrong, or the model's logits are NaN.
     """

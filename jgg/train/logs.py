@@ -15,21 +15,21 @@ TRACKERS = tuple(_PACKAGES)
 
 
 class Log:
-    """The log of a run: a file with one JSON object a line, and what of the same goes to other tools.
+    """The log of a run: a file with one JSON object a line, and the same numbers in other tools.
 
         with jgg.train.Log("run.jsonl", trackers=["tensorboard"]) as log:
             for record in trainer.fit(batch_of, steps):
                 log.write(record.step, {"loss": record.metrics["loss"].mean()})
 
-    A run that goes on from a checkpoint goes on in the same file: lines of steps from the first one that it writes on,
-    which were made before it was stopped, are replaced. A new run replaces all.
+    A run that resumes from a checkpoint continues the file. Of the lines that were written before it was stopped, those
+    of the first step that it writes, and of later steps, are removed. So a new run replaces the whole file.
 
     Args:
       path: the file, in a folder that exists.
       trackers: "tensorboard" writes events into the folder `path` with the ending .tensorboard, by tensorboardX.
         "wandb" starts a run of Weights & Biases, which reads its own environment variables: WANDB_PROJECT, and
         WANDB_RUN_ID with WANDB_RESUME=allow for a run that goes on.
-      settings: what the run was made with, for trackers that show it.
+      settings: the options of the run, for trackers that show them.
 
     Raises:
       ValueError: a tracker is none of these.

@@ -34,7 +34,7 @@ def balance_weight(config: ModelConfig) -> float:
 def next_token_loss(
     *, packed: bool = True, balance_weight: float = 0.0
 ) -> Callable[[Decoder, Batch], tuple[jax.Array, dict[str, jax.Array]]]:
-    """Returns the loss that `Trainer` takes, of batches with tokens, targets, segments and weights, each [B, S].
+    """Returns a loss for `Trainer`, for batches with "tokens", "targets", "segments" and "weights", each [B, S].
 
     Args:
       packed: whether a sequence may have several examples. They are told apart by "segments", int32, 0 for padding at
@@ -42,9 +42,9 @@ def next_token_loss(
       balance_weight: the weight of the routers' balancing loss, the mean over layers.
 
     Returns:
-      loss(model, batch) -> the sum of the targets' losses times their "weights" and of the balancing loss, float32 [],
-      and the metrics: "loss", float32 [], without the balancing loss, and "load", float32 [layers with experts], the
-      rows of the fullest expert over their mean.
+      loss(model, batch) -> (loss, metrics). The loss, float32 [], is the sum of the targets' losses times their
+      "weights", plus balance_weight times the balancing loss. The metrics are "loss", float32 [], without the balancing
+      loss, and "load", float32 [layers with experts], the rows of the fullest expert over the mean of all experts.
     """
 
     def loss(model: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
@@ -66,18 +66,19 @@ def held_out_loss(
     packed: bool = True,
     batch_sharding: jax.sharding.Sharding | None = None,
 ) -> float:
-    """The mean of the losses of all targets of all batches, weighted by the weights of the targets.
+    """Computes the mean loss of the targets of all batches, weighted by the targets' weights.
 
-    `math.exp` of it is the perplexity of a token.
+    `math.exp` of it is the perplexity.
 
     Args:
       model: the model. A program that measures it again, with batches of the same shapes, compiles nothing.
-      batches: as `next_token_loss` takes them, or with further first axes, such as of parts; whole NumPy arrays. Their
-        weights are compared across batches: take `jgg.data.batches(..., seed=None, normalize=False)`.
+      batches: as `next_token_loss` takes them, of NumPy arrays that each process has whole; they may have further first
+        axes, such as that of parts. The weights of different batches must be comparable, as those of
+        `jgg.data.batches(..., seed=None, normalize=False)` are.
       packed: as in `next_token_loss`.
       batch_sharding: how devices split arrays [B, S] if the model has a sharding.
 
-    Raises: ValueError: no target counts.
+    Raises: ValueError: no target has a weight above 0.
     """
     losses, weights = 0.0, 0.0
     for batch in batches:

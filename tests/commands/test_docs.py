@@ -69,6 +69,17 @@ def test_names_of_the_reference_are_there():
         pkgutil.resolve_name(name)  # raises an error where there is no such name
 
 
+def test_reference_shows_functions_rather_than_modules_of_their_names():
+    griffe = pytest.importorskip("griffe")
+    package = griffe.load("jgg", search_paths=[str(ROOT)])
+    for page in DOCS.glob("api/*.md"):
+        for name in re.findall(r"^::: (jgg\.\S+)$", page.read_text(), re.MULTILINE):
+            pkgutil.resolve_name(name)
+            room, _, own = name.rpartition(".")
+            is_module = isinstance(getattr(pkgutil.resolve_name(room), own), types.ModuleType)
+            assert package[name.removeprefix("jgg.")].is_module == is_module, name
+
+
 def test_docstrings_can_be_shown():
     """Docstrings that mkdocs cannot read fail its build: a one-line "Returns:" above a "Raises:" of two lines."""
     griffe = pytest.importorskip("griffe")

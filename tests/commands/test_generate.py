@@ -297,7 +297,7 @@ MISTAKES = {
     "--samples must be given with --prompt or --prompt-file in a --chat, got neither": ["--chat", "--samples", 2],
     "--stop must be a text, got ''": ["--stop", "", "--prompt", "t5"],
     "--prompt must have a token, got ''": ["--prompt", ""],
-    "messages need chat_template.jinja in the model's folder": ["--chat", "--prompt", "t5"],
+    "a conversation needs chat_template.jinja in the model's folder": ["--chat", "--prompt", "t5"],
     "argument --top-p: must be greater than 0 and at most 1, got 0.0": ["--top-p", 0],
     "argument --prompt-file: not allowed with argument --prompt": ["--prompt", "a", "--prompt-file", "b"],
     "[Errno 2] No such file or directory: 'none.txt'": ["--prompt-file", "none.txt"],

@@ -28,11 +28,11 @@ def test_a_model_is_loaded_trained_and_saved(tmp_path):
 @pytest.mark.thorough
 def test_text_is_generated(tmp_path, capsys):
     folder_with_tokenizer("qwen3_moe", tmp_path / "model")
-    sections = ("In code", "Draw", "Details", "As it comes")
+    sections = ("In code", "Sample", "Details", "As it comes")
     names = run_code("\n".join(code for section in sections for code in code_of("generate.md", section)))
     assert [len(prompt) for prompt in names["prompts"]] == [4, 4]
     assert names["lengths"] == [4, 1]
-    assert names["new"].shape == names["drawn"].shape == (2, 16)
+    assert names["new"].shape == names["sampled"].shape == (2, 16)
     assert names["samples"].shape == names["generated"].tokens.shape == (8, 16)
     new = names["rows"].is_new
     np.testing.assert_allclose(-names["losses"][new], names["rows"].log_probabilities[new], atol=0.1)  # bfloat16

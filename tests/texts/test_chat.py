@@ -86,7 +86,7 @@ def test_messages_of_llama_s_kind_are_one_text(tmp_path):
 
 
 FAILING = {
-    "none": (None, "messages need chat_template.jinja in the model's folder, or one in tokenizer_config.json"),
+    "none": (None, "a conversation needs chat_template.jinja in the model's folder, or one in tokenizer_config.json"),
     "raised": ("{{ raise_exception('no system') }}", "the chat template fails: TemplateError: no system"),
     "syntax": ("{% if %}", "the chat template fails: TemplateSyntaxError"),
     "missing": ("{{ messages[0].parts.text }}", "the chat template fails: UndefinedError"),

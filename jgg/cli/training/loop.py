@@ -141,7 +141,7 @@ def _measured(run: Run, record: jgg.train.Record, trainer: jgg.train.Trainer) ->
     values = {
         "loss": float(np.mean(record.metrics["loss"])),
         "learning_rate": float(np.asarray(run.schedule(record.step - 1))),
-        "epoch": record.step / len(data.batches),
+        "epoch": record.step * args.batch_size * args.accumulate / data.batches.num_sequences,
         "expert_load": float(np.max(record.metrics["load"][-1])),
         "tokens_per_second": speed.tokens_per_second,
         "mfu": speed.mfu,

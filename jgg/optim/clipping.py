@@ -13,17 +13,19 @@ from jgg.models import Decoder
 
 
 def qk_clip(model: Decoder, max_logits: Mapping[str, ArrayLike], threshold: float = 100.0) -> None:
-    """Scales what makes queries and keys, so that no head's largest logit is above the threshold.
+    """Scales the parameters of queries and keys, so that no head's largest logit is above the threshold.
 
-    A head whose largest logit S is above it has its logits multiplied by `threshold / S`; others stay as they are. Half
-    of the factor, its root, goes to keys and half to queries. Keys that several heads share get the smallest factor of
-    these, and their queries the rest. The rotated keys of latent attention, which all heads share, stay, and rotated
-    queries get the whole factor. Where heads are normalized, the scales of the norms change, which all heads of a
-    layer share: then all get the smallest factor. Norms without scales bound the logits by themselves, and stay.
-    A model that clips queries and keys is off the threshold by what that changes.
+    If the largest logit S of a head is above the threshold, all its logits are multiplied by `threshold / S`; other
+    heads do not change. The keys are multiplied by the square root of this factor, and the queries too. Keys that
+    several heads share are multiplied by the smallest of these heads' roots, and each head's queries by the rest.
 
-    Call it after a step of the optimizer, with the logits of that step's batch or of a part of it. Under `jax.jit` the
-    model must be an argument of an `nnx.jit` function.
+    In latent attention all heads share the rotated keys: these do not change, and the rotated queries are multiplied by
+    the whole factor. If a model normalizes queries and keys, the scales of the norms are multiplied; where all heads of
+    a layer share these scales, by the smallest root of the layer. Norms without scales bound the logits, and nothing
+    changes. In a model that clips the values of queries and keys, the largest logit is only near the threshold.
+
+    Call it after a step of the optimizer, with the logits of that step's batch or of a part of it. In a compiled
+    program, the model must be an argument of an `nnx.jit` function.
 
     Examples:
       >>> optimizer.update(model, gradients)  # doctest: +SKIP

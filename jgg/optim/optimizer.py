@@ -24,8 +24,8 @@ class MuonState(NamedTuple):
     """The state of `muon` for matrices.
 
     Attributes:
-      step: int32 [], how many updates there were.
-      mu: the mean of the gradients of each matrix, with exponential weights, in the shape of the parameter.
+      step: int32 [], the number of updates so far.
+      mu: the momentum of each matrix, the exponential moving average of its gradients, in the parameter's shape.
     """
 
     step: jax.Array
@@ -58,12 +58,12 @@ def muon(
 ) -> optax.GradientTransformation:
     """Muon for matrices and stacks of them, such as experts, and AdamW for all other parameters.
 
-    The update of a matrix is the mean of its gradients, made orthogonal: all its singular values are about 1. See
-    `orthogonalize`. Arguments that `optax.contrib.muon` has too mean the same, and with ns_dtype "float32" so do the
-    updates; `preconditioning` is "frobenius". New here: experts and layers are stacks of matrices by default,
-    symmetric products are half computed, matrices go through the iterations a stack at a time in 16 bits, so that
-    nothing of their size is in float32 but what is so anyway, and devices of a mesh exchange parts of stacks instead
-    of gathering them.
+    The update of a matrix is its momentum, orthogonalized: all singular values become about 1. See `orthogonalize`.
+    Arguments that `optax.contrib.muon` also has mean the same, and with ns_dtype "float32" the updates are the same up
+    to rounding; its `preconditioning` is always "frobenius" here. It differs in these points: experts and layers are
+    stacks of matrices by default; half of each symmetric product is computed; the iterations run on one stack at a
+    time, in 16 bits, so that they add no float32 array of the parameters' size; and the devices of a mesh exchange
+    parts of stacks rather than gather them.
 
     Examples:
       >>> import jgg, jgg.optim, optax
@@ -74,26 +74,25 @@ def muon(
       >>> layer = optax.apply_updates(layer, updates)
 
     Args:
-      learning_rate: of all parameters, a number or a schedule.
+      learning_rate: the learning rate, a number or a schedule.
       ns_coeffs, ns_steps, ns_dtype, ns_method, implementation: as in `orthogonalize`.
-      beta: the weight of the former mean in the mean of gradients.
-      eps: is added to the norm of each matrix, and AdamW's.
-      weight_decay, weight_decay_mask: of matrices, as in `optax.adamw`.
-      mu_dtype: dtype of the means of gradients, AdamW's too; by default that of the gradients.
-      nesterov: whether the gradient is added to the mean once more before it is made orthogonal; AdamW's too.
-      adaptive: whether a matrix's update is multiplied by the sum of its products with the mean.
-      adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate: of AdamW; the learning rate is that of
-        matrices by default.
+      beta: the decay rate of the momentum.
+      eps: is added to the norm of each matrix; also the eps of AdamW.
+      weight_decay, weight_decay_mask: the weight decay of matrices, as in `optax.adamw`.
+      mu_dtype: dtype of the momentum, also of AdamW's first moment; by default the parameters' dtype.
+      nesterov: whether the momentum is Nesterov's, also that of AdamW.
+      adaptive: whether a matrix's update is multiplied by its inner product with the momentum.
+      adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate: arguments of AdamW, which trains the other
+        parameters. By default its learning rate is `learning_rate`.
       muon_weight_dimension_numbers: which parameters are matrices: a pytree of `optax.contrib.MuonDimensionNumbers`
-        and None, or a function that makes it of the parameters. By default `matrices`, those of jgg's models and
-        layers but embeddings, heads, routers and LoRA's factors.
-      consistent_rms: the root mean square of an update of a full rank matrix, 0.2 for that of AdamW; by default updates
-        are multiplied by `sqrt(max(1, columns / rows))`.
-      shardings: where the parameters are on a mesh, such as `jax.tree.map(lambda p: p.sharding, params)`; None for one
-        device. Without it XLA decides how the devices work together.
+        and None, or a function that makes such a pytree from the parameters. The default is `matrices`.
+      consistent_rms: the root mean square of the update of a matrix of full rank; 0.2 is about AdamW's. By default
+        updates are multiplied by `sqrt(max(1, columns / rows))`.
+      shardings: how devices split the parameters, such as `jax.tree.map(lambda p: p.sharding, params)`. None for one
+        device; on several, XLA then decides what they exchange.
 
     Returns:
-      The optimizer of optax; updates are in the dtypes of the gradients.
+      An optimizer of optax; updates have the dtypes of the gradients.
 
     Raises:
       ValueError: an argument is wrong; in `init`, no parameter is a matrix, or numbers do not fit a parameter.
