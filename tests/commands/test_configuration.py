@@ -34,6 +34,13 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_defaults():
     assert (args.model, args.steps, args.packing, args.targets) == ("other", 7, True, ["w_o"])
 
 
+def test_an_option_that_is_not_known_is_told_by_the_command(capsys):
+    with pytest.raises(SystemExit) as raised:
+        parse("", ["finetune", "m", *NEEDED, "--learning-rat", "1"])
+    told = "jgg finetune: error: unrecognized arguments: --learning-rat 1: jgg finetune --help lists the options\n"
+    assert (raised.value.code, capsys.readouterr().err) == (2, told)
+
+
 def test_an_option_in_the_place_of_another_takes_it_from_the_file_too():
     text = 'model = "m"\nsteps = 7\nepochs = 2.0\n'
     args = options(text, *NEEDED, "--epochs", "1")
