@@ -69,11 +69,13 @@ class Parser(argparse.ArgumentParser):
 
     Attributes:
       needed: names of the options that must be given on the command line or in the file of --config.
+      alternatives: names of options that stand for each other: one on the command line replaces all in the file.
       where: what the message of a mistake begins with.
     """
 
     def __init__(self, *args, **settings) -> None:
         self.needed: tuple[str, ...] = ()
+        self.alternatives: tuple[tuple[str, ...], ...] = ()
         self.where = ""
         super().__init__(*args, **{"allow_abbrev": False} | settings)
 

@@ -30,11 +30,23 @@ def with_file(args: argparse.Namespace, arguments: Sequence[str]) -> argparse.Na
         parser.where = f"--config {args.config}: "
         own = parser.parse_args(list(_arguments_in(args.config, parser)))
         parser.where = ""
-        args = parser.parse_args(arguments, argparse.Namespace(**vars(own) | {"command": args.command}))
+        kept = vars(own).keys() - _replaced(parser, arguments)
+        values = {name: value for name, value in vars(own).items() if name in kept} | {"command": args.command}
+        args = parser.parse_args(arguments, argparse.Namespace(**values))
     missing = [name for name in parser.needed if getattr(args, name, None) is None]
     if missing:
         parser.error(f"the following arguments are required: {', '.join(_shown(parser, name) for name in missing)}")
     return args
+
+
+def _replaced(parser: Parser, arguments: Sequence[str]) -> set[str]:
+    """The options whose values in a file do not count beside this command line, though it may not set them itself."""
+    repeated = {action.dest for action in parser._actions if isinstance(action, argparse._AppendAction)}
+    absent = object()
+    before = {action.dest: None if action.dest in repeated else absent for action in parser._actions}
+    found = vars(parser.parse_args(arguments, argparse.Namespace(**before)))
+    given = {name for name, value in before.items() if found.get(name) is not value}
+    return (repeated & given).union(*(names for names in parser.alternatives if given.intersection(names)))
 
 
 def _arguments_in(path: str, parser: Parser) -> Iterator[str]:

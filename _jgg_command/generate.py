@@ -39,6 +39,7 @@ def _add_prompt(parser: Parser) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="the prompt, taken as it is (default: standard input)")
     what = "file of the prompt, UTF-8, without the line break at its end"
+    parser.alternatives = (("prompt", "prompt_file"),)
     prompt.add_argument("--prompt-file", type=Path, metavar="FILE", help=what)
     what = "write by the folder's chat template: answer --prompt or --prompt-file, or else each line of standard input"
     parser.add_argument("--chat", action="store_true", help=what)

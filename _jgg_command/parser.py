@@ -139,5 +139,7 @@ def make_parser(version: str) -> Parser:
 
 def parse(version: str, arguments: Sequence[str]) -> argparse.Namespace:
     """Parses arguments. Without any it shows help; after help or a mistake the process ends here."""
-    args = make_parser(version).parse_args(arguments or ["--help"])
+    args, unknown = make_parser(version).parse_known_args(arguments or ["--help"])
+    if unknown:
+        args.parser.error(f"unrecognized arguments: {' '.join(unknown)}: jgg {args.command} --help lists the options")
     return with_file(args, arguments[1:])

@@ -31,6 +31,7 @@ def add_training(parser: Parser, *, learning_rate: str, weight_decay: float, rem
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help=what)
     _add(parser, "accumulate", 1, "such batches in a step")
     parser.add_argument("--epochs", type=positive_float, default=1.0, help="length of the run (default: %(default)s)")
+    parser.alternatives = (("epochs", "steps"),)
     parser.add_argument("--steps", type=positive_int, metavar="N", help="length of the run, in the place of --epochs")
     what = f"the highest rate, after the warm-up; it falls to 0 along a cosine (default: {learning_rate})"
     parser.add_argument("--learning-rate", type=positive_float, metavar="RATE", help=what)

@@ -34,6 +34,28 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_defaults():
     assert (args.model, args.steps, args.packing, args.targets) == ("other", 7, True, ["w_o"])
 
 
+def test_an_option_that_is_not_known_is_told_by_the_command(capsys):
+    with pytest.raises(SystemExit) as raised:
+        parse("", ["finetune", "m", *NEEDED, "--learning-rat", "1"])
+    told = "jgg finetune: error: unrecognized arguments: --learning-rat 1: jgg finetune --help lists the options\n"
+    assert (raised.value.code, capsys.readouterr().err) == (2, told)
+
+
+def test_an_option_in_the_place_of_another_takes_it_from_the_file_too():
+    text = 'model = "m"\nsteps = 7\nepochs = 2.0\n'
+    args = options(text, *NEEDED, "--epochs", "1")
+    assert (args.steps, args.epochs) == (None, 1.0)  # though 1 is the default
+    args = options(text, *NEEDED, "--seed", "3")
+    assert (args.steps, args.epochs) == (7, 2.0)
+    args = options(text, *NEEDED, "--steps", "8")
+    assert (args.steps, args.epochs) == (8, 1.0)
+    text = 'model = "m"\nprompt = "a"\nstop = ["b", "c"]\n'
+    args = options(text, "--prompt-file", "d", "--stop", "e", command="generate")
+    assert (args.prompt, str(args.prompt_file), args.stop) == (None, "d", ["e"])
+    args = options(text, command="generate")
+    assert (args.prompt, args.prompt_file, args.stop) == ("a", None, ["b", "c"])
+
+
 def test_what_a_run_writes_is_a_file_of_its_options(folder):
     (folder / "m").mkdir()
     arguments = ["train", "m", "--data", "a b.jsonl", 'c"\n\\é😀\x7f', "--output", "o", "--mix", "1", "0.5"]

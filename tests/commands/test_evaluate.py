@@ -96,6 +96,7 @@ def test_an_adapter_and_files_in_a_table(folder, data, tmp_path, capsys):
     adapters = nnx.state(model, nnx.LoRAParam)
     nnx.update(model, jax.tree.map(lambda own: jax.random.normal(jax.random.key(own.size), own.shape), adapters))
     jgg.models.save_adapter(model, tmp_path / "adapter")
+    (tmp_path / "adapter/generation_config.json").write_text('{"eos_token_id": [3]}')  # is not measured
     other = tmp_path / "other.jsonl"
     other.write_text(json.dumps(ROWS[0]))
     options = ["--sequence-length", "64", "--batch-size", "2", "--dtype", "float32"]
@@ -111,6 +112,7 @@ def test_an_adapter_and_files_in_a_table(folder, data, tmp_path, capsys):
     [
         ([], "--data or --tasks must say what to measure, got neither"),
         (["--data", "none.jsonl"], "none.jsonl"),
+        (["none", "--data", "{data}"], "ADAPTER must be a folder with adapter_config.json, got none"),
         (["--data", "{data}", "--num-fewshot", "1"], "--num-fewshot must be given with --tasks, got it alone"),
         (["--data", "{data}", "--fsdp", "3"], "--fsdp times --expert must be"),
     ],

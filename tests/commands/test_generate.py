@@ -315,8 +315,8 @@ def test_what_is_wrong_with_files_is_told_in_a_line(folder, capsys, monkeypatch,
     assert mistake(capsys, folder) == "standard input must be UTF-8, got the byte 0xe9"
     monkeypatch.setattr(sys, "stdin", None)
     assert mistake(capsys, folder).startswith("--prompt, --prompt-file or standard input must give a prompt, got none")
-    assert "must be a folder" in mistake(capsys, tmp_path / "none", "--prompt", "t5")
-    assert "adapter_config.json" in mistake(capsys, folder, tmp_path, "--prompt", "t5")
+    assert mistake(capsys, tmp_path / "none", "--prompt", "t5").startswith("MODEL must be a model's folder")
+    assert mistake(capsys, folder, tmp_path, "--prompt", "t5").startswith("ADAPTER must be a folder with adapter_conf")
     damaged = folder_with_tokenizer("qwen3_moe", tmp_path / "damaged")
     model = jgg.models.load(folder)
     model.w_embedding[...] = model.w_embedding[...].at[5].set(np.nan)

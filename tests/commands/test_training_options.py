@@ -9,12 +9,15 @@ import sys
 import jax
 import pytest
 
+import jgg.hf
 import jgg.models
 import jgg.train
 from _jgg_command import main
+from _jgg_command.parser import parse
 from jgg.cli.errors import enough_memory, writes
 from jgg.cli.options import UsageError
 from jgg.cli.training import devices, loop
+from jgg.cli.training.data import data_of
 from tests.support.models import config_of, folder_with_tokenizer
 
 NEEDED = "--data", "data.jsonl", "--output", "out"
@@ -140,7 +143,7 @@ FOLDERS = {
     "missing": ("config.json", None, "model must have config.json, got none"),
     "damaged": ("config.json", "{", "config.json must be"),
     "another family": ("config.json", '{"model_type": "bert"}', "model_type must be one of"),
-    "no tokenizer": ("tokenizer.json", None, "model must be a folder with tokenizer.json, got none"),
+    "no tokenizer": ("tokenizer.json", None, "must be a folder with tokenizer.json, got"),
     "ends": ("generation_config.json", '{"eos_token_id": "t1"}', "eos_token_id of model/generation_config.json"),
     "not JSON": ("generation_config.json", "{", "model/generation_config.json must be a JSON file"),
     "a list": ("generation_config.json", "[2]", "model/generation_config.json must hold a JSON object, got a list"),
@@ -166,7 +169,37 @@ def test_no_folder_is_named(error):
     for command in ("finetune", "train"):
         for name in ("missing", "file", "."):
             assert name in error(command, name, *NEEDED)
-    assert "tokenizer.json" in error("train", "model/config.json", *NEEDED, "--tokenizer", ".")
+    assert "--tokenizer must be a folder with tokenizer.json, got ." in error(
+        "train", "model/config.json", *NEEDED, "--tokenizer", "."
+    )
+
+
+@pytest.mark.parametrize(
+    ("ends", "want"),
+    [
+        ({"config": 5, "tokenizer": 6}, [6]),
+        ({"config": 5}, [5]),
+        ({"config": 64}, []),  # which the tokenizer does not have
+        ({"config": 5, "special": "t4"}, [4]),
+    ],
+)
+def test_a_new_model_learns_the_end_that_it_is_saved_with(ends, want, folder):
+    tokenizer = folder.parent / "tokenizer"
+    tokenizer.mkdir()
+    shutil.copy(folder / "tokenizer.json", tokenizer)
+    (folder / "config.json").write_text(json.dumps(config_of("qwen3_moe") | {"eos_token_id": ends["config"]}))
+    if "tokenizer" in ends:
+        (tokenizer / "generation_config.json").write_text(json.dumps({"eos_token_id": ends["tokenizer"]}))
+    if "special" in ends:
+        (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": ends["special"]}))
+    options = ["--data", "data.jsonl", "--output", "out", "--batch-size", "1", "--sequence-length", "8"]
+    args = parse("0", ["train", "model", *options])
+    args.data = [folder.parent / "data.jsonl"]
+    found = data_of(args, tokenizer, folder, jgg.models.model_config(jgg.hf.read_config(folder)))
+    assert found.end_tokens == want
+    batch = found.batches.of_step(1)
+    assert batch["targets"][batch["segments"] == 1].tolist() == [2, 3, *want]
+    assert (batch["weights"][batch["segments"] == 1] > 0).tolist() == [False, True, *[True for _ in want]]
 
 
 def test_held_out_tokens_beyond_the_vocabulary_are_named(folder, error):

@@ -12,11 +12,11 @@ import jgg.models
 from jgg.cli.console import number, print_table
 from jgg.cli.errors import enough_memory, one_line
 from jgg.cli.evaluation.texts import Measured, Texts
+from jgg.cli.folders import check_adapter, model_folder
 from jgg.cli.info import origin
 from jgg.cli.options import UsageError, import_with_extra
 from jgg.cli.output import Output
 from jgg.cli.training import devices
-from jgg.hf.hub import folder_of
 from jgg.models.loading import EXPERTS_BY_NAME
 
 _HEADINGS = ("data", "tokens", "loss", "perplexity", "bits per byte")
@@ -28,7 +28,8 @@ def run(args: argparse.Namespace) -> int:
     devices.join(args)
     with enough_memory("--batch-size or --sequence-length"):
         with one_line():
-            args.model = folder_of(args.model)
+            args.model = model_folder(args.model)
+            check_adapter(args.adapter)
             config = jgg.models.model_config(jgg.hf.read_config(args.model))
             size = args.batch_size
             sharding = devices.sharding_of(args)

@@ -42,7 +42,7 @@ class Texts:
         self._split = None if sharding is None else sharding.named(sharding.token_spec)
         length, devices = args.sequence_length or _LENGTH, jax.device_count()
         self._size = args.batch_size or -(-max(1, _TOKENS // length) // devices) * devices
-        ends = jgg.data.stop_tokens(args.model, args.adapter)
+        ends = jgg.data.stop_tokens(args.model)  # not the adapter's, so that the same is measured with and without it
         self._batches = jgg.data.batches(
             file,
             self._tokenizer,

@@ -11,9 +11,9 @@ import numpy as np
 
 import jgg.hf
 import jgg.models
+from jgg.cli.folders import check_adapter, model_folder
 from jgg.cli.generation.settings import settings_of
 from jgg.data import check_vocabulary, continuation, encode, load_tokenizer, prompt_of, stop_tokens
-from jgg.hf.hub import folder_of
 from jgg.models.loading import EXPERTS_BY_NAME
 
 
@@ -30,8 +30,9 @@ class Speaker:
     """
 
     def __init__(self, args: argparse.Namespace) -> None:
-        self._args, self._folder = args, folder_of(args.model)
+        self._args, self._folder = args, model_folder(args.model)
         self.adapter = getattr(args, "adapter", None)  # as an option of a file may give it
+        check_adapter(self.adapter)
         self._model: jgg.models.Decoder | None = None
         self._config = jgg.models.model_config(jgg.hf.read_config(self._folder))
         self.tokenizer = load_tokenizer(self._folder)

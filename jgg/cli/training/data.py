@@ -46,8 +46,14 @@ class Data(NamedTuple):
         return f"{own.num_examples} examples{cut}{left_out}: {own.num_sequences} sequences, {own.fill:.0%} full"
 
 
-def data_of(args, folder: Path, config: ModelConfig) -> Data:
-    """Reads --data and --eval-data by the tokenizer of a folder.
+def data_of(args, folder: Path, model: Path, config: ModelConfig) -> Data:
+    """Reads --data and --eval-data.
+
+    Args:
+      args: the options.
+      folder: that of the tokenizer.
+      model: the folder of config.json, which says what ends a text if the tokenizer's does not.
+      config: the model's.
 
     Raises: UsageError, OSError, ValueError, ImportError: an option, the folder or the data are wrong.
     """
@@ -58,6 +64,8 @@ def data_of(args, folder: Path, config: ModelConfig) -> Data:
     if args.mix is not None and len(args.mix) != len(args.data):
         raise UsageError(f"--mix must have a share for each of {len(args.data)} files, got {len(args.mix)}")
     tokenizer, ends = jgg.data.load_tokenizer(folder), jgg.data.stop_tokens(folder)
+    if not ends and tokenizer.eos_token_id is None:
+        ends = [token for token in jgg.data.stop_tokens(model) if token < len(tokenizer)]
     sizes = {"length": args.sequence_length, "batch_size": args.batch_size, "packing": args.packing}
     date = first_day(args)
     sizes |= {"splits": args.split, "end_token": ends[0] if ends else None, "date": date}

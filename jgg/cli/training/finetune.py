@@ -9,10 +9,10 @@ import jgg
 import jgg.hf
 import jgg.models
 from jgg.cli.errors import one_line, writes
+from jgg.cli.folders import model_folder
 from jgg.cli.options import UsageError
 from jgg.cli.training import devices, folders, loop
 from jgg.cli.training.data import note_ends
-from jgg.hf.hub import folder_of
 from jgg.models.loading import EXPERTS_BY_NAME
 from jgg.sharding import MoESharding
 
@@ -21,10 +21,10 @@ def run(args) -> int:
     """Trains and saves; what can be wrong is looked at before the model is loaded."""
     devices.join(args)
     with one_line():
-        folder = folder_of(args.model)
+        folder = model_folder(args.model)
         _check(args, folder)
         config = jgg.models.model_config(jgg.hf.read_config(folder))
-        training = loop.prepare(args, folder, config)
+        training = loop.prepare(args, folder, folder, config)
         model = _load(args, folder, training.sharding)
     model = loop.fit(training, model, nnx.Param if args.full else nnx.LoRAParam)
     with writes(args.output):
@@ -40,9 +40,6 @@ def run(args) -> int:
 
 def _check(args, folder: Path) -> None:
     """Checks and settles options."""
-    if not folder.is_dir():
-        kind = "a file" if folder.exists() else "which is not there"
-        raise UsageError(f"MODEL must be a model's folder, got {folder}, {kind}")
     folders.check_writable("--output", args.output, [folder])
     if args.checkpoints is not None:
         folders.check_writable("--checkpoints", args.checkpoints, [folder, args.output])

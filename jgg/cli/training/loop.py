@@ -73,14 +73,14 @@ class Run(NamedTuple):
     log: jgg.train.Log
 
 
-def prepare(args, tokenizer: Path, config: ModelConfig) -> Run:
+def prepare(args, tokenizer: Path, model: Path, config: ModelConfig) -> Run:
     """Settles options, reads the data, and notes the run; what can be wrong is looked at here.
 
     Raises: UsageError, OSError, ValueError, ImportError: something is wrong.
     """
     jgg.train.balance_weight(config)
     sharding = devices.sharding_of(args)
-    data = data_of(args, tokenizer, config)
+    data = data_of(args, tokenizer, model, config)
     steps = data.steps(args)
     folders.note(args, steps, data.batches.digest, data.date)
     say(args, f"{data.in_words()}, for {steps} steps")

@@ -24,7 +24,7 @@ def run(args) -> int:
     with one_line():
         folder = _check(args)
         config = jgg.models.model_config(jgg.hf.read_config(folder))
-        training = loop.prepare(args, args.tokenizer, config)
+        training = loop.prepare(args, args.tokenizer, folder, config)
         model = _make(args, config, training.sharding)
     model = loop.fit(training, model, nnx.Param)
     with writes(args.output):
@@ -43,6 +43,8 @@ def _check(args) -> Path:
     if not folder.is_dir():
         raise UsageError(f"CONFIG must be a folder with config.json, or that file, got {args.model}")
     args.tokenizer = args.tokenizer or folder
+    if not (args.tokenizer / "tokenizer.json").is_file():
+        raise UsageError(f"--tokenizer must be a folder with tokenizer.json, got {args.tokenizer}")
     args.learning_rate = args.learning_rate or 1e-3
     args.dtype = args.dtype or options.default_dtype()
     folders.check_writable("--output", args.output, [folder, args.tokenizer])
