@@ -7,6 +7,7 @@ from _jgg_command.arguments import Parser, number, positive_float, positive_int,
 from _jgg_command.configuration import add_config
 
 REMAT = ("none", "attention", "names", "all")
+OPTIMIZERS = ("adamw", "muon")
 TRACKERS = ("tensorboard", "wandb")
 _not_negative = number("0 or more and finite", lambda value: 0 <= value < float("inf"))
 
@@ -33,11 +34,13 @@ def add_training(parser: Parser, *, learning_rate: str, weight_decay: float, rem
     parser.add_argument("--epochs", type=positive_float, default=1.0, help="length of the run (default: %(default)s)")
     parser.alternatives = (("epochs", "steps"),)
     parser.add_argument("--steps", type=positive_int, metavar="N", help="length of the run, in the place of --epochs")
+    what = "muon: the matrices of layers by Muon, all else by AdamW (default: %(default)s)"
+    parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw", help=what)
     what = f"the highest rate, after the warm-up; it falls to 0 along a cosine (default: {learning_rate})"
     parser.add_argument("--learning-rate", type=positive_float, metavar="RATE", help=what)
     what = "steps in which the rate rises (default: a twentieth of all)"
     parser.add_argument("--warmup", type=positive_int, metavar="STEPS", help=what)
-    what = "of AdamW, for matrices (default: %(default)s)"
+    what = "of matrices, beside the update (default: %(default)s)"
     parser.add_argument("--weight-decay", type=_not_negative, default=weight_decay, metavar="RATE", help=what)
     what = "which results the backward pass computes again, see jgg.models.Decoder (default: %(default)s)"
     parser.add_argument("--remat", choices=REMAT, default=remat, help=what)

@@ -100,7 +100,10 @@ def scaled(x: jax.Array, eps: float, dtype: DTypeLike, axes: tuple[tuple[int, ..
     """
     x = x.astype(jnp.float32)
     rows, columns = (math.prod(x.shape[axis] for axis in own) for own in axes)
-    norm = jnp.sqrt(jnp.sum(jnp.square(x), axis=sum(axes, ()), keepdims=True))
+    norm, small = (
+        jnp.sqrt(jnp.sum(jnp.square(x * factor), axis=sum(axes, ()), keepdims=True)) for factor in (1.0, 2.0**-64)
+    )
+    norm = jnp.where(jnp.isinf(norm), small * 2.0**64, norm)  # squares of numbers above 1e19 are infinite
     return (x * (_scale(rows, columns) / (norm + eps))).astype(dtype)
 
 

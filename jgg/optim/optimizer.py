@@ -49,10 +49,10 @@ def muon(
     adam_eps_root: ArrayLike = 0.0,
     adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    muon_weight_dimension_numbers: Any = matrices,
+    muon_weight_dimension_numbers: Any = None,
     consistent_rms: float | None = None,
     shardings: Any = None,
-    ns_dtype: DTypeLike = jnp.float16,
+    ns_dtype: DTypeLike = "float16",
     ns_method: str | None = None,
     implementation: str | None = None,
 ) -> optax.GradientTransformation:
@@ -63,7 +63,8 @@ def muon(
     to rounding; its `preconditioning` is always "frobenius" here. It differs in these points: experts and layers are
     stacks of matrices by default; half of each symmetric product is computed; the iterations run on one stack at a
     time, in 16 bits, so that they add no float32 array of the parameters' size; and the devices of a mesh exchange
-    parts of stacks rather than gather them.
+    parts of stacks rather than gather them. Under `optax.inject_hyperparams` ns_steps must be static:
+    `static_args="ns_steps"`.
 
     Examples:
       >>> import jgg, jgg.optim, optax
@@ -100,6 +101,7 @@ def muon(
     """
     dtype, method = checked_method(ns_dtype, ns_method)
     check_implementation(implementation)
+    numbers = matrices if muon_weight_dimension_numbers is None else muon_weight_dimension_numbers
     options = _Options(
         coefficients_of(ns_coeffs, ns_steps),
         beta,
@@ -112,7 +114,7 @@ def muon(
         functools.partial(iterate, method=method, implementation=implementation),
     )
     of_matrices = optax.chain(
-        _orthogonal_momentum(options, muon_weight_dimension_numbers, shardings),
+        _orthogonal_momentum(options, numbers, shardings),
         optax.add_decayed_weights(weight_decay, weight_decay_mask),
         optax.scale_by_learning_rate(learning_rate),
     )
@@ -126,7 +128,7 @@ def muon(
         weight_decay=adam_weight_decay,
         nesterov=nesterov,
     )
-    labels = functools.partial(_labels, muon_weight_dimension_numbers)
+    labels = functools.partial(_labels, numbers)
     return optax.partition({"muon": of_matrices, "adam": of_others}, labels)
 
 

@@ -77,5 +77,5 @@ def shape_factor(shape: tuple[int, ...], numbers: MuonDimensionNumbers, consiste
     """What a matrix's update is multiplied by, as in optax."""
     fan_in, fan_out = (math.prod(shape[axis] for axis in axes) for axes in matrix_axes(shape, numbers))
     if consistent_rms is None:
-        return math.sqrt(max(1, fan_out / fan_in))
+        return math.sqrt(max(1, fan_out / max(fan_in, 1)))
     return math.sqrt(max(fan_in, fan_out)) * consistent_rms

@@ -25,6 +25,8 @@ def map_stacks(iterate: Iterate, x: jax.Array, axes: Axes, sharding: Any = None)
         they divide them, and gather the results; else they all do the same. None for one device, or for what XLA makes
         of it.
     """
+    if x.size == 0:
+        return x
     if not isinstance(sharding, jax.NamedSharding) or sharding.mesh.size == 1:
         return _on_device(iterate, x, axes, {})
     names = _names(sharding.spec, x.ndim)

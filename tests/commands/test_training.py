@@ -176,6 +176,10 @@ def test_a_new_model_is_trained_and_saved_with_its_tokenizer(folder):
     assert main(["train", "--config", "out.toml", "--steps", "1", "--output", "again", "--quiet"]) == 0
     with open("again.jsonl") as file:
         assert json.loads(file.readline())["loss"] == pytest.approx(lines[0]["loss"], rel=1e-6)
+    by_muon = "--config", "out.toml", "--optimizer", "muon", "--output", "by_muon", "--quiet"
+    assert main(["train", *by_muon]) == 0
+    with open("by_muon.jsonl") as file:
+        assert [json.loads(line)["loss"] for line in file][-1] < lines[0]["loss"] / 2
 
 
 @pytest.mark.gpu

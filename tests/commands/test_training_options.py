@@ -7,6 +7,8 @@ import shutil
 import sys
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jgg.hf
@@ -114,6 +116,7 @@ WRONG_TOGETHER = {
         *("--coordinator", "localhost:1", "--processes", "2", "--process", "2"),
     ],
     "--full needs --experts bfloat16, got fp8": ["--full", "--experts", "fp8"],
+    "--optimizer muon needs --full": ["--optimizer", "muon"],
 }
 
 
@@ -275,12 +278,37 @@ def test_other_options_are_named_where_a_run_goes_on(folder, error, monkeypatch)
         assert f"--checkpoints run has a run with other options: {name} is " in message, message
     assert "packing is False, was True" in error("finetune", *arguments, "--no-packing")
     assert "full is True, was False" in error("finetune", *arguments, "--full")
+    assert "optimizer is muon, was adamw" in error("finetune", *arguments, "--full", "--optimizer", "muon")
     shutil.copytree("model", "other")
     assert "model is " in error("finetune", "other", *arguments[1:])
     (folder.parent / "data.jsonl").write_text('{"text": "t1 t2"}')
     assert "data is " in error("finetune", *arguments)
     (folder.parent / "run" / "run.toml").write_text("{")
     assert "run/run.toml must be a TOML file" in error("finetune", *arguments)
+
+
+@pytest.mark.usefixtures("optax_promotion")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_matrices_decay_by_either_optimizer(optimizer):
+    params = {"w_o": jnp.ones((4, 6)), "w_head": jnp.ones((6, 5)), "b_q": jnp.ones(4), "attention_norm": jnp.ones(4)}
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    args = argparse.Namespace(optimizer=optimizer, weight_decay=0.1)
+    made = loop.optimizer_of(args, lambda step: 0.5 - 0.25 * step)
+    state = made.init(params)
+    for rate in (0.5, 0.25):
+        updates, state = made.update(zeros, state, params)
+        assert {name: float(update.ravel()[0]) for name, update in updates.items()} == pytest.approx(
+            {"w_o": -0.1 * rate, "w_head": -0.1 * rate, "b_q": 0, "attention_norm": 0}
+        )
+    gradients = {
+        name: jnp.asarray(np.random.default_rng(1).normal(size=p.shape), p.dtype) for name, p in params.items()
+    }
+    updates, _ = made.update(gradients, made.init(params), zeros)
+    rms = {name: float(jnp.sqrt(jnp.mean(jnp.square(update)))) / 0.5 for name, update in updates.items()}
+    assert rms.pop("w_o") == pytest.approx({"adamw": 1.0, "muon": 0.2}[optimizer], rel=0.2)
+    # Nesterov's mean, which AdamW beside Muon has too, is 1 + 0.9 * 0.1 / 0.19 times the first gradient
+    of_others = {"adamw": 1.0, "muon": 1 + 0.9 * 0.1 / 0.19}[optimizer]
+    assert rms == pytest.approx(dict.fromkeys(rms, of_others), rel=0.01)
 
 
 def test_the_rate_rises_and_falls():

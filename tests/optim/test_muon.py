@@ -122,6 +122,32 @@ def test_momentum_and_updates_have_their_dtypes():
         assert_close(jax.tree.map(lambda p: p.astype("float32"), got), wanted, 0.06)
 
 
+@pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 0, 4), (0, 0)])
+def test_a_parameter_may_be_empty(shape):
+    params = {"w_o": jnp.zeros(shape), "w_q": jnp.eye(3)}
+    optimizer = jgg.optim.muon(0.1)
+    updates, _ = optimizer.update(params, optimizer.init(params), params)
+    assert updates["w_o"].shape == shape and jnp.any(updates["w_q"])
+
+
+@pytest.mark.parametrize("size", [1e-5, 1e12, 1e20, 1e30, 1e36])
+def test_the_size_of_gradients_does_not_matter(size):
+    g = random_like({"w_o": (2, 6, 9)}, 4)
+    optimizer = jgg.optim.muon(1.0)
+    (wanted, _), (got, _) = (optimizer.update(x, optimizer.init(x), x) for x in (g, {"w_o": size * g["w_o"]}))
+    np.testing.assert_allclose(got["w_o"], wanted["w_o"], atol=0.03)
+
+
+def test_hyperparameters_are_injected():
+    params = random_like(SHAPES, 99)
+    make = optax.inject_hyperparams(jgg.optim.muon, static_args="ns_steps")
+    got, state = run(make(learning_rate=lambda step: 0.1 / (step + 1), weight_decay=0.1, consistent_rms=0.2), params)
+    schedule = lambda step: 0.1 / (step + 1)  # noqa: E731
+    wanted, _ = run(jgg.optim.muon(schedule, weight_decay=0.1, consistent_rms=0.2), params)
+    assert_close(got, wanted, 1e-5)
+    np.testing.assert_allclose(state.hyperparams["learning_rate"], 0.1 / 3, rtol=1e-6)
+
+
 def test_a_layer_learns_with_the_trainer(tmp_path):
     """A frozen matrix is beside trained ones; a run that is stopped goes on to the same bits."""
     x = jnp.asarray(RNG.normal(size=(2, 16, 8)), jnp.float32)

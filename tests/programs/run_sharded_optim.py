@@ -78,7 +78,7 @@ def check_parameters(kind):
         assert got["w_down"].sharding.is_equivalent_to(sharding, len(shape)), name
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), got_state, state)
         found = collectives(program)
-        assert found.pop("all-reduce", 0) <= np.prod(shape[:-2]), name
+        assert found.pop("all-reduce", 0) <= 2 * np.prod(shape[:-2]), name  # sums of two sizes
         assert set(found) == (wanted if kind == AUTO else wanted - {"all-gather"}), (name, found)
         assert max(found.values(), default=0) <= 8 * np.prod(shape[-3:]), (name, found)  # zeros beside a stack's own
         print(kind, name, found)

@@ -47,6 +47,8 @@ def _check(args, folder: Path) -> None:
         folders.check_new("--output", args.output)
         if args.experts != "bfloat16":
             raise UsageError(f"--full needs --experts bfloat16, got {args.experts}: quantized experts are not trained")
+    elif args.optimizer == "muon":
+        raise UsageError("--optimizer muon needs --full: Muon does not train adapters")
     args.learning_rate = args.learning_rate or (1e-5 if args.full else 2e-4)
 
 

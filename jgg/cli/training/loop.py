@@ -10,6 +10,7 @@ import numpy as np
 import optax
 from flax import nnx
 
+import jgg.optim
 import jgg.train
 from jgg.cli.console import progress
 from jgg.cli.errors import enough_memory, writes
@@ -19,7 +20,9 @@ from jgg.data import lengths_of
 from jgg.models import Decoder, ModelConfig
 from jgg.sharding import MoESharding
 
+_B2 = 0.95  # of AdamW
 _CLIP = 1.0  # norm of all gradients
+_RMS = 0.2  # of Muon's updates, as of AdamW's, so that its rates fit
 _LARGEST_EXPONENT = 700.0  # of a float
 _LESS_MEMORY = "--batch-size or --sequence-length, or more of --remat"
 
@@ -41,16 +44,25 @@ def schedule_of(args, steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, max(steps, warmup + 1))
 
 
-def optimizer_of(args, schedule: optax.Schedule) -> optax.GradientTransformation:
-    """AdamW behind a bound of the gradients' norm; biases and the scales of norms have no weight decay."""
+def optimizer_of(args, schedule: optax.Schedule, shardings: Any = None) -> optax.GradientTransformation:
+    """AdamW or Muon behind a bound of the gradients' norm; biases and the scales of norms have no weight decay.
+
+    Args:
+      shardings: where the parameters are on a mesh; None for one device.
+    """
 
     def is_matrix(params: Any) -> Any:
         return jax.tree.map_with_path(
             lambda path, _: any(str(getattr(key, "key", "")).startswith("w_") for key in path), params
         )
 
-    adamw = optax.adamw(schedule, b2=0.95, weight_decay=args.weight_decay, mask=is_matrix)
-    return optax.chain(optax.clip_by_global_norm(_CLIP), adamw)
+    if args.optimizer == "muon":
+        updates = jgg.optim.muon(1.0, consistent_rms=_RMS, adam_b2=_B2, shardings=shardings)
+        decay = optax.add_decayed_weights(-args.weight_decay, is_matrix)  # updates are negative here
+        optimizer = optax.chain(updates, decay, optax.scale_by_schedule(schedule))
+    else:
+        optimizer = optax.adamw(schedule, b2=_B2, weight_decay=args.weight_decay, mask=is_matrix)
+    return optax.chain(optax.clip_by_global_norm(_CLIP), optimizer)
 
 
 class Run(NamedTuple):
@@ -121,7 +133,9 @@ def _records(run: Run, trainer: jgg.train.Trainer) -> Iterator[jgg.train.Record]
 
 
 def _trainer_of(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> jgg.train.Trainer:
-    args, sharding, optimizer = run.args, run.sharding, optimizer_of(run.args, run.schedule)
+    args, sharding = run.args, run.sharding
+    shardings = None if sharding is None else jax.tree.map(lambda p: p.sharding, nnx.state(model, wrt))
+    optimizer = optimizer_of(args, run.schedule, shardings)
     trained, total = (sum(a.size for a in jax.tree.leaves(nnx.state(model, kind))) for kind in (wrt, nnx.Variable))
     say(args, f"{trained:,} of {total:,} parameters are trained on {devices.in_words(args)}")
     return jgg.train.Trainer(
