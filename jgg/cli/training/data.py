@@ -43,7 +43,8 @@ class Data(NamedTuple):
         own = self.batches
         cut = f", {own.num_cut} cut to --sequence-length" if own.num_cut else ""
         left_out = f", {own.num_left_out} rows left out that have nothing to learn" if own.num_left_out else ""
-        return f"{own.num_examples} examples{cut}{left_out}: {own.num_sequences} sequences, {own.fill:.0%} full"
+        examples, sequences = _counted(own.num_examples, "example"), _counted(own.num_sequences, "sequence")
+        return f"{examples}{cut}{left_out}: {sequences}, {own.fill:.0%} full"
 
 
 def data_of(args, folder: Path, model: Path, config: ModelConfig) -> Data:
@@ -89,3 +90,7 @@ def note_ends(folder: Path, end_tokens: list[int]) -> None:
     if end_tokens:
         content = (read_object(path) if path.exists() else {}) | {"eos_token_id": end_tokens}
         replace_text(path, json.dumps(content, indent=2) + "\n")
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
