@@ -15,7 +15,8 @@ from jgg.linear.symmetric import apply, symmetric_product
 from jgg.optim.coefficients import Coefficients, CoefficientsLike, coefficients_of
 
 METHODS = "standard", "gram"
-_SEGMENT = 3  # iterations on one Gram matrix before the next is computed of x
+_SEGMENT = 3  # most iterations on one Gram matrix before the next is computed of x
+_GROWTH = 150.0  # how much larger iterations may make the rounding errors of a Gram matrix until then
 
 
 def orthogonalize(
@@ -37,10 +38,11 @@ def orthogonalize(
     **standard** computes `x = (a I + b x x^T + c (x x^T)^2) x` in each iteration. **gram** multiplies the polynomials
     of the small matrix `R = x x^T`, and x by their product. With N rows of K numbers, K > N, five iterations are
     `14 N^3 + 6 N^2 K` multiplications and additions in the place of `5 N^3 + 15 N^2 K`, where all products but those
-    with x are symmetric and half computed. Rounding gives R negative eigenvalues, of the dtype's precision, which each
-    iteration makes larger. So after every third iteration x is multiplied, and R computed anew. In float16 "gram" is
-    then as exact as "standard", with "polar_express" up to three times less where some singular values are tiny. In
-    bfloat16 it can be off by as much as the result is large, and is refused. In float32 it is right in any case.
+    with x are symmetric and half computed; with "polar_express", `11 N^3 + 9 N^2 K`. Rounding gives R negative
+    eigenvalues, of the dtype's precision, which each iteration makes larger. So after three iterations, or two where
+    they are as steep as the first of "polar_express", x is multiplied, and R computed anew. In float16 "gram" is then
+    about as exact as "standard". In bfloat16 it can be off by as much as the result is large, and is refused. In
+    float32 it is right in any case.
 
     float16 has eight times bfloat16's precision, at the same speed on tensor cores; its range is no matter here, as
     matrices are scaled first.
@@ -122,12 +124,15 @@ def iterate(x: jax.Array, coefficients: Coefficients, method: str | None, implem
     if method is None:
         method = "gram" if rows < columns and x.dtype != jnp.bfloat16 else "standard"
     scale = _scale(rows, columns)
-    a, b, c = coefficients[0]
-    coefficients = (a / scale, b / scale**3, c / scale**5), *coefficients[1:]
+    first, *others = _segments(coefficients) if method == "gram" else [coefficients]
+    a, b, c = first[0]
+    first = (a / scale, b / scale**3, c / scale**5), *first[1:]
     # the default precision of float32 on a GPU has 11 bits
     symmetric = functools.partial(symmetric_product, precision="highest", implementation=implementation)
     times = functools.partial(apply, precision="highest", implementation=implementation)
-    return (_on_gram_matrices if method == "gram" else _on_matrices)(x, coefficients, symmetric, times)
+    for segment in (first, *others):
+        x = (_on_gram_matrices if method == "gram" else _on_matrices)(x, segment, symmetric, times)
+    return x
 
 
 type _Product = Callable[..., jax.Array]
@@ -141,24 +146,30 @@ def _on_matrices(x: jax.Array, coefficients: Coefficients, symmetric: _Product, 
 
 
 def _on_gram_matrices(x: jax.Array, coefficients: Coefficients, symmetric: _Product, times: _Product) -> jax.Array:
-    """The same by segments of a few iterations, in each of which only the Gram matrix and the product q change.
+    """The same of a segment of a few iterations, in which only the Gram matrix and the product q change.
 
     With z = b R + c R^2, an iteration is q = q z + a q and R = (a + z) R (a + z).
     """
-    for (a, b, c), *others in _segments(coefficients):
-        gram = symmetric(x)
-        z = symmetric(gram, scale=c, add=gram, add_scale=b)
-        identity = jnp.broadcast_to(a * jnp.eye(z.shape[-1], dtype=jnp.float32), z.shape)
-        q = (z.astype(jnp.float32) + identity).astype(z.dtype)
-        for next_a, b, c in others:
-            gram = symmetric(gram, z, add=gram, add_scale=a)
-            gram = symmetric(gram, z, add=gram, add_scale=a)
-            a, z = next_a, symmetric(gram, scale=c, add=gram, add_scale=b)
-            q = symmetric(q, z, add=q, add_scale=a)
-        x = times(q, x)
-    return x
+    (a, b, c), *others = coefficients
+    gram = symmetric(x)
+    z = symmetric(gram, scale=c, add=gram, add_scale=b)
+    identity = jnp.broadcast_to(a * jnp.eye(z.shape[-1], dtype=jnp.float32), z.shape)
+    q = (z.astype(jnp.float32) + identity).astype(z.dtype)
+    for next_a, b, c in others:
+        gram = symmetric(gram, z, add=gram, add_scale=a)
+        gram = symmetric(gram, z, add=gram, add_scale=a)
+        a, z = next_a, symmetric(gram, scale=c, add=gram, add_scale=b)
+        q = symmetric(q, z, add=q, add_scale=a)
+    return times(q, x)
 
 
 def _segments(coefficients: Coefficients) -> list[Coefficients]:
-    """The iterations between restarts."""
-    return [coefficients[start : start + _SEGMENT] for start in range(0, len(coefficients), _SEGMENT)]
+    """The iterations between restarts; each makes the Gram matrix's smallest eigenvalues a^2 times larger."""
+    segments: list[Coefficients] = [coefficients[:1]]
+    for each in coefficients[1:]:
+        last = segments[-1]
+        if len(last) < _SEGMENT and math.prod(a**2 for a, _, _ in last) <= _GROWTH:
+            segments[-1] = (*last, each)
+        else:
+            segments.append((each,))
+    return segments
