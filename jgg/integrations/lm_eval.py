@@ -36,7 +36,6 @@ _LENGTH_KEY, _MAX_LENGTH = "max_position_embeddings", 2048  # the latter of a mo
 _logger = logging.getLogger("jgg")
 
 
-@register_model("jgg")
 class JggLM(TemplateLM):
     """A model of a Hugging Face folder, computed by `jgg.models`.
 
@@ -180,12 +179,13 @@ class JggLM(TemplateLM):
         Raises: ValueError: another option, or more new tokens than max_length leaves.
         """
         alike: dict[str, list[int]] = {}  # requests with the same options
-        for number, request in enumerate(requests):
-            alike.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        arguments: list[Any] = [request.args for request in requests]  # a context and its options
+        for number, (_, kwargs) in enumerate(arguments):
+            alike.setdefault(json.dumps(kwargs, sort_keys=True), []).append(number)
         results = [""] * len(requests)
         with tqdm(total=len(requests), disable=disable_tqdm, desc="Running generate_until requests") as progress:
             for numbers in alike.values():
-                contexts, kwargs = [requests[number].args[0] for number in numbers], requests[numbers[0]].args[1]
+                contexts, kwargs = [arguments[number][0] for number in numbers], arguments[numbers[0]][1]
                 for index, text in self._generate(contexts, kwargs, numbers):
                     results[numbers[index]] = text
                     self.cache_hook.add_partial("generate_until", (contexts[index], kwargs), text)
@@ -245,6 +245,9 @@ def _padded(rows: Sequence[Sequence[int]], batch: Batch) -> np.ndarray:
     for row, ids in enumerate(rows):
         tokens[row, : len(ids)] = ids
     return tokens
+
+
+register_model("jgg")(JggLM)
 
 
 def _max_length(folder: str | Path) -> int:

@@ -49,7 +49,8 @@ class Tasks:
         )
         if args.quiet:
             logging.getLogger("lm_eval").setLevel(logging.ERROR)
-        found = lm_eval.simple_evaluate(
+        evaluate: Any = lm_eval.simple_evaluate  # its decorator hides its parameters from type checkers
+        found = evaluate(
             model=lm,
             tasks=self._names,
             num_fewshot=args.num_fewshot,
