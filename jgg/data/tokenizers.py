@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from jgg.hf.files import read_object
+from jgg.hf.settings import language_model
 from jgg.models import ModelConfig
 
 
@@ -120,8 +121,9 @@ def kind_and_text(error: Exception) -> str:
 def _eos_tokens(path: Path) -> list[int]:
     """eos_token_id of a file, which may be missing, or else of the language model that its text_config describes."""
     content = read_object(path) if path.is_file() else {}
-    parts = [part for part in (content, content.get("text_config")) if isinstance(part, dict)]
-    found = next((part["eos_token_id"] for part in parts if part.get("eos_token_id") is not None), None)
+    found = content.get("eos_token_id")
+    if found is None:
+        found = language_model(content).get("eos_token_id")
     tokens = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(token) is int and token >= 0 for token in tokens):
         raise ValueError(f"eos_token_id of {path} must be a token, a list of tokens or null, got {found!r}")

@@ -26,6 +26,7 @@ from jgg.core.arguments import as_int, check
 from jgg.data.tokenizers import check_vocabulary, encode, load_tokenizer, stop_tokens
 from jgg.hf import read_config
 from jgg.hf.hub import folder_of
+from jgg.hf.settings import language_model
 from jgg.integrations.lm_eval_batches import Batch, Pair, batches, score
 from jgg.models import Decoder
 from jgg.models.loading import EXPERTS_BY_NAME
@@ -253,8 +254,7 @@ register_model("jgg")(JggLM)
 def _max_length(folder: str | Path) -> int:
     """max_position_embeddings of config.json, or of the language model that its text_config describes."""
     config = read_config(folder)
-    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
-    return next((part[_LENGTH_KEY] for part in parts if part.get(_LENGTH_KEY)), _MAX_LENGTH)
+    return config.get(_LENGTH_KEY) or language_model(config).get(_LENGTH_KEY) or _MAX_LENGTH
 
 
 if __name__ == "__main__":

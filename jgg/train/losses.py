@@ -11,6 +11,7 @@ import numpy as np
 from flax import nnx
 
 from jgg.core.arguments import check_instance
+from jgg.hf.settings import language_model
 from jgg.models import Decoder, ModelConfig
 from jgg.train.loop import Batch, on_devices
 
@@ -23,8 +24,7 @@ def balance_weight(config: ModelConfig) -> float:
     Raises: ValueError: the coefficient is neither null nor a number of at least 0.
     """
     check_instance("config", config, ModelConfig, "a ModelConfig, as jgg.models.model_config returns it")
-    parts = [part for part in (config.hf, config.hf.get("text_config")) if isinstance(part, dict)]
-    coefficient = parts[-1].get("router_aux_loss_coef")
+    coefficient = language_model(config.hf).get("router_aux_loss_coef")
     coefficient = 0 if coefficient is None else coefficient
     if isinstance(coefficient, bool) or not isinstance(coefficient, int | float) or not 0 <= coefficient < math.inf:
         raise ValueError(f"router_aux_loss_coef must be a number of at least 0 or null, got {coefficient!r}")
