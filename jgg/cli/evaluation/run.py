@@ -31,9 +31,7 @@ def run(args: argparse.Namespace) -> int:
             args.model = model_folder(args.model)
             check_adapter(args.adapter)
             config = jgg.models.model_config(jgg.hf.read_config(args.model))
-            size = args.batch_size
-            sharding = devices.sharding_of(args)
-            args.batch_size = size  # without the size that training has by default
+            sharding = devices.split_of(args)
             tasks = _tasks(args) if args.tasks else None
             texts = [Texts(file, args, config, sharding) for file in args.data or ()]
             model = jgg.models.load(

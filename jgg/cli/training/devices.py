@@ -35,7 +35,14 @@ def join(args) -> None:
 
 
 def sharding_of(args) -> MoESharding | None:
-    """How the devices split the model and its sequences; None for one device. Sets args.fsdp and args.batch_size.
+    """`split_of` for training, of which args.batch_size has a default, which it sets."""
+    devices = jax.device_count()
+    args.batch_size = args.batch_size or math.ceil(4 / devices) * devices
+    return split_of(args)
+
+
+def split_of(args) -> MoESharding | None:
+    """How the devices split the model and its sequences; None for one device. Sets args.fsdp.
 
     Raises: UsageError: the devices are not as many as the options say, or cannot split a batch evenly.
     """
@@ -44,8 +51,7 @@ def sharding_of(args) -> MoESharding | None:
     if args.fsdp * args.expert != devices:
         got = f"{args.fsdp} times {args.expert}"
         raise UsageError(f"--fsdp times --expert must be {devices}, the number of devices, got {got}")
-    args.batch_size = args.batch_size or math.ceil(4 / devices) * devices
-    if args.batch_size % devices:
+    if args.batch_size is not None and args.batch_size % devices:
         raise UsageError(f"--batch-size must be a multiple of {devices}, the number of devices, got {args.batch_size}")
     if devices == 1:
         return None
