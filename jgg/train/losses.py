@@ -93,6 +93,11 @@ def held_out_loss(
     return losses / weights
 
 
+def perplexity_of(loss: float) -> float:
+    """exp(loss), or a number near the largest float where that is larger."""
+    return math.exp(min(loss, 700.0))
+
+
 @functools.partial(jax.jit, static_argnums=2)
 def _sum_of_losses(model: Any, part: Batch, packed: bool) -> jax.Array:
     segments = part["segments"] if packed else None

@@ -12,7 +12,7 @@ import numpy as np
 import jgg.data
 from jgg.models import Decoder, ModelConfig
 from jgg.sharding import MoESharding
-from jgg.train import held_out_loss
+from jgg.train.losses import held_out_loss, perplexity_of
 
 _LENGTH, _TOKENS = 2048, 2**14  # of a sequence, and of a batch, by default
 
@@ -61,7 +61,7 @@ class Texts:
         loss = held_out_loss(model, self._parts(), batch_sharding=self._split)
         tokens, weight, num_bytes = (sum(counts) for counts in zip(*map(self._counts, self._parts()), strict=True))
         bits = loss * weight / math.log(2) / num_bytes if num_bytes else None
-        return Measured(loss, math.exp(min(loss, 700.0)), bits, int(tokens))
+        return Measured(loss, perplexity_of(loss), bits, int(tokens))
 
     def _parts(self) -> Iterator[dict[str, np.ndarray]]:
         """The batches [1, batch_size, length]; sequences behind the last one that is asked for have no weight."""

@@ -1,6 +1,5 @@
 """Trains a model: the optimizer, the loop, its log, its lines and what is held out."""
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,17 +18,17 @@ from jgg.cli.training.data import Data, data_of
 from jgg.data import lengths_of
 from jgg.models import Decoder, ModelConfig
 from jgg.sharding import MoESharding
+from jgg.train.losses import perplexity_of
 
 _B2 = 0.95  # of AdamW
 _CLIP = 1.0  # norm of all gradients
 _RMS = 0.2  # of Muon's updates, as of AdamW's, so that its rates fit
-_LARGEST_EXPONENT = 700.0  # of a float
 _LESS_MEMORY = "--batch-size or --sequence-length, or more of --remat"
 
 
 def say(args, text: str) -> None:
     """Prints a line, of several processes in the first alone."""
-    if not args.quiet and jax.process_index() == 0:
+    if not args.quiet and is_first():
         print(text, flush=True)
 
 
@@ -164,7 +163,7 @@ def _measured(run: Run, record: jgg.train.Record, trainer: jgg.train.Trainer) ->
     if data.held_out and (record.step % args.eval_every == 0 or record.step == run.steps):
         place = None if run.sharding is None else run.sharding.named(run.sharding.token_spec)
         loss = jgg.train.held_out_loss(trainer.model, iter(data.held_out), packed=args.packing, batch_sharding=place)
-        values |= {"eval_loss": loss, "eval_perplexity": math.exp(min(loss, _LARGEST_EXPONENT))}
+        values |= {"eval_loss": loss, "eval_perplexity": perplexity_of(loss)}
     return values
 
 
