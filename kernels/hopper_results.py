@@ -178,14 +178,7 @@ class Pending:
 
     @gluon.jit
     def store(self, results, warpgroup, PART: gl.constexpr):
-        if PART == 0:
-            value = self.part0
-        elif PART == 1:
-            value = self.part1
-        elif PART == 2:
-            value = self.part2
-        else:
-            value = self.part3
+        value = part_of(self, PART)
         SLOT: gl.constexpr = PART % results.y.SLOTS
         results.fill(warpgroup, value, SLOT)
         FIRST: gl.constexpr = PART * value.shape[1]  # the part's first among the tile's columns
@@ -222,9 +215,7 @@ def make_pending(value, row, end, column, RUN: gl.constexpr):
         width: gl.constexpr = value.shape[1] // (2 * PARTS)
         value = value.reshape([TILE_ROWS, turns, 2, PARTS // turns, width]).permute((0, 1, 3, 2, 4))
         value = value.reshape([TILE_ROWS, 2 * PARTS * width])
-    left, right = split_columns(value)
-    part0, part1 = split_columns(left)
-    part2, part3 = split_columns(right)
+    part0, part1, part2, part3 = split_parts(value)
     return Pending(part0, part1, part2, part3, row, end, column)
 
 
@@ -234,3 +225,26 @@ def split_columns(value):
     rows: gl.constexpr = value.shape[0]
     columns: gl.constexpr = value.shape[1]
     return value.reshape([rows, 2, columns // 2]).permute((0, 2, 1)).split()
+
+
+@gluon.jit
+def split_parts(value):
+    """The four quarters of a matrix's columns."""
+    left, right = split_columns(value)
+    part0, part1 = split_columns(left)
+    part2, part3 = split_columns(right)
+    return part0, part1, part2, part3
+
+
+@gluon.jit
+def part_of(pending, PART: gl.constexpr):
+    """One of the four parts of a finished half tile."""
+    if PART == 0:
+        value = pending.part0
+    elif PART == 1:
+        value = pending.part1
+    elif PART == 2:
+        value = pending.part2
+    else:
+        value = pending.part3
+    return value

@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .hopper import as_matrices, multiply_tile
 from .hopper_blocks import WARPGROUP_ROWS, make_ring, skip_tile
-from .hopper_results import PARTS, TILE_ROWS, matrix_layout, split_columns
+from .hopper_results import PARTS, TILE_ROWS, matrix_layout, part_of, split_parts
 
 
 @gluon.aggregate
@@ -126,14 +126,7 @@ class Pending:
     @gluon.jit
     def store(self, result, warpgroup, PART: gl.constexpr):
         """Stores a part, once TMA has read the one before from shared memory."""
-        if PART == 0:
-            value = self.part0
-        elif PART == 1:
-            value = self.part1
-        elif PART == 2:
-            value = self.part2
-        else:
-            value = self.part3
+        value = part_of(self, PART)
         tma.store_wait(0)
         gl.barrier()
         result.fill(warpgroup, value, False)
@@ -195,15 +188,6 @@ def finish(acc, work, ring, terms, tile, row, stage, phase, WARPGROUP: gl.conste
         columns = tile.column + gl.arange(0, work.BLOCK_COLUMNS, gl.SliceLayout(0, layout))
         acc += gl.where(rows[:, None] == columns[None, :], terms.diagonal, 0.0)
     return acc, stage, phase
-
-
-@gluon.jit
-def split_parts(value):
-    """The four quarters of a matrix's columns."""
-    left, right = split_columns(value)
-    part0, part1 = split_columns(left)
-    part2, part3 = split_columns(right)
-    return part0, part1, part2, part3
 
 
 @gluon.jit

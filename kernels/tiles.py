@@ -69,6 +69,29 @@ def row_pointers(pointer, rows, columns, COLUMNS: tl.constexpr):
 
 
 @triton.jit
+def load_block(
+    matrices,
+    group,
+    row,
+    column,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TMA: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+):
+    """A block of one of several matrices [ROWS, COLUMNS]; zero past its last row and its last column."""
+    if TMA:
+        block = matrices.load([group, row, column]).reshape(BLOCK_ROWS, BLOCK_COLUMNS)
+    else:
+        rows, columns = row + tl.arange(0, BLOCK_ROWS), column + tl.arange(0, BLOCK_COLUMNS)
+        mask = (rows < ROWS)[:, None] & (columns < COLUMNS)[None, :]
+        matrix = matrices + group.to(tl.int64) * (ROWS * COLUMNS)
+        block = tl.load(row_pointers(matrix, rows, columns, COLUMNS), mask=mask, other=0.0)
+    return block
+
+
+@triton.jit
 def store_tile(y, value, rows, exists, column, COLUMNS: tl.constexpr, BLOCK_COLUMNS: tl.constexpr):
     """Stores [rows, BLOCK_COLUMNS] to the rows that exist, in the dtype of y."""
     columns = column + tl.arange(0, BLOCK_COLUMNS)

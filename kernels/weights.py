@@ -5,7 +5,7 @@ import triton.language as tl
 
 from .mxfp4 import GROUP, unpack_rows
 from .quantize import BLOCK
-from .tiles import row_pointers
+from .tiles import load_block
 
 
 @triton.jit
@@ -22,21 +22,10 @@ def load_weight(
     BLOCK_COLUMNS: tl.constexpr,
 ):
     """A [BLOCK_REDUCED, BLOCK_COLUMNS] block of the group's weights, zero past their edges."""
-    if TMA:
-        if REDUCED_IS_MINOR:
-            block = w.load([group, column, k]).reshape(BLOCK_COLUMNS, BLOCK_REDUCED).T
-        else:
-            block = w.load([group, k, column]).reshape(BLOCK_REDUCED, BLOCK_COLUMNS)
+    if REDUCED_IS_MINOR:
+        block = load_block(w, group, column, k, W_COLUMNS, REDUCED, TMA, BLOCK_COLUMNS, BLOCK_REDUCED).T
     else:
-        matrix = w + group.to(tl.int64) * (REDUCED * W_COLUMNS)
-        reduced = k + tl.arange(0, BLOCK_REDUCED)
-        columns = column + tl.arange(0, BLOCK_COLUMNS)
-        if REDUCED_IS_MINOR:
-            mask = (columns < W_COLUMNS)[:, None] & (reduced < REDUCED)[None, :]
-            block = tl.load(row_pointers(matrix, columns, reduced, REDUCED), mask=mask, other=0.0).T
-        else:
-            mask = (reduced < REDUCED)[:, None] & (columns < W_COLUMNS)[None, :]
-            block = tl.load(row_pointers(matrix, reduced, columns, W_COLUMNS), mask=mask, other=0.0)
+        block = load_block(w, group, k, column, REDUCED, W_COLUMNS, TMA, BLOCK_REDUCED, BLOCK_COLUMNS)
     return block
 
 
