@@ -1,19 +1,21 @@
-"""Sends tokens to the devices that hold their experts, and results back, inside `jax.shard_map`, in two ways.
+"""Sends rows to the devices that hold their experts, and results back, inside `jax.shard_map`, in two ways.
 
-Both functions take the device's own tokens and a function `mlp`, and give the same result. `mlp` maps tokens, and their
-Routing among this device's experts, to the sum of each token's rows. The buffer of every device has room for R rows,
-`Placement.capacity`. Rows that find no room, which are rows of a device's last experts, are counted and add nothing.
+Both functions take the routing of the device's own tokens and return an Arrival: an Exchange, which sends rows there
+and adds up what comes back, and the Routing of the rows that arrive among this device's experts. Both ways give the
+same result. The buffer of every device has room for R rows, `Placement.capacity`. Rows that find no room, which are
+rows of a device's last experts, are counted and add nothing.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.quantized import as_bits, from_bits
 from jgg.core.schedule import group_bounds, group_of_rows, guarded, inverse_permutation
 from jgg.experts.sums import sum_scatter
 from jgg.launching.choice import How
@@ -21,7 +23,6 @@ from jgg.products.buffer import BUFFER, Buffer
 from jgg.products.combine import COMBINE, Combine
 from jgg.router.routing import Routing, compute_order
 
-OfExperts = Callable[[jax.Array, Routing], jax.Array]
 _RUNS = 1024  # runs that a device sends within a machine, beside those that start at an expert
 
 
@@ -39,54 +40,121 @@ class Placement(NamedTuple):
     capacity: int
 
 
-def by_all_gather(
-    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, mlp: OfExperts, placement: Placement, how: How
-) -> tuple[jax.Array, jax.Array]:
+class Exchange(Protocol):
+    """A way between a device's own tokens [T, H] and the rows that the MLPs of its experts take; a pytree.
+
+    The two functions are linear, and each is the other's transpose.
+    """
+
+    def there(self, rows: jax.Array) -> jax.Array:
+        """The rows of all devices that come here, of any dtype, for this device's [T, N]."""
+        ...
+
+    def back(self, rows: jax.Array) -> jax.Array:
+        """The sums [T, N] of this device's tokens, for rows in the order in which `there` returns them."""
+        ...
+
+
+class Arrival(NamedTuple):
+    """What arrives at a device.
+
+    Attributes:
+      exchange: the way of the rows.
+      routing: of the rows that arrive, among this device's experts.
+      overflow: int32, how many rows of all tokens found no room on this device.
+    """
+
+    exchange: Exchange
+    routing: Routing
+    overflow: jax.Array
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["axis"])
+@dataclasses.dataclass(frozen=True)
+class AllGather:
     """Every device gets all tokens, computes the rows of its experts, and a reduce-scatter adds up the results.
 
     Moves (p - 1) * T rows to each device and as many back, whatever the routing.
+    """
+
+    axis: str
+
+    def there(self, rows: jax.Array) -> jax.Array:
+        """The tokens [p * T, N] of all devices."""
+        return from_bits(jax.lax.all_gather(as_bits(rows), self.axis, tiled=True), rows.dtype)
+
+    def back(self, rows: jax.Array) -> jax.Array:
+        """The sums of the devices' results [p * T, N] for this device's tokens."""
+        return sum_scatter(rows, self.axis)
+
+
+def by_all_gather(topk_weights: jax.Array, topk_indices: jax.Array, placement: Placement, how: How) -> Arrival:
+    """The Arrival of all tokens.
 
     Args:
-      x: [T, H], this device's tokens.
-      topk_weights, topk_indices: [T, k].
+      topk_weights, topk_indices: [T, k], of this device's tokens.
       how: how rows are sorted and copied.
-
-    Returns: y [T, H], and how many rows of all tokens found no room on this device, int32.
     """
-    axis = placement.axis
-    tokens, weights, experts = (
-        jax.lax.all_gather(array, axis, tiled=True) for array in (x, topk_weights, topk_indices)
-    )
-    experts -= jax.lax.axis_index(axis) * placement.num_experts  # other devices' experts lie outside the groups
+    exchange = AllGather(placement.axis)
+    weights, experts = exchange.there(topk_weights), exchange.there(topk_indices)
+    experts -= jax.lax.axis_index(placement.axis) * placement.num_experts  # others' experts lie outside the groups
     group_sizes, gather_indices = compute_order(experts, placement.num_experts, how)
-    partial = mlp(tokens, Routing(weights, experts, group_sizes, gather_indices[: placement.capacity]))
-    return sum_scatter(partial, axis), jnp.maximum(jnp.sum(group_sizes, dtype=jnp.int32) - placement.capacity, 0)
+    overflow = jnp.maximum(jnp.sum(group_sizes, dtype=jnp.int32) - placement.capacity, 0)
+    return Arrival(exchange, Routing(weights, experts, group_sizes, gather_indices[: placement.capacity]), overflow)
 
 
-def by_ragged_all_to_all(
-    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, mlp: OfExperts, placement: Placement, how: How
-) -> tuple[jax.Array, jax.Array]:
-    """Every row goes to the device of its expert and its result comes back; takes the arguments of `by_all_gather`.
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["moves_there", "moves_back", "positions"],
+    meta_fields=["way", "num_tokens", "topk"],
+)
+@dataclasses.dataclass(frozen=True)
+class RaggedAllToAll:
+    """Every row goes to the device of its expert, and its result comes back.
 
     Moves only rows, on average k * T * (p - 1) / p from each device and as many back. Rows arrive in expert order.
 
-    Returns: y [T, H], and how many rows found no room on this device, int32.
+    Attributes:
+      moves_there, moves_back, positions: as in the Plan.
+      num_tokens, topk: T and k.
     """
+
+    moves_there: "Moves"
+    moves_back: "Moves"
+    positions: jax.Array
+    way: "Way"
+    num_tokens: int
+    topk: int
+
+    def there(self, rows: jax.Array) -> jax.Array:
+        """The rows [R, N] for this device's experts, of tokens [T, N]."""
+        taken = take_tokens(self.way.how, (self.num_tokens, self.topk), as_bits(rows), self.positions)
+        return from_bits(self.moved(taken), rows.dtype)
+
+    def moved(self, rows: jax.Array) -> jax.Array:
+        """The rows [R, N] for this device's experts, of rows [M, N] in the order of their experts."""
+        return move(self.way, rows, self.moves_there, self.moves_back)
+
+    def back(self, rows: jax.Array) -> jax.Array:
+        """The sums of the results [R, N] by token."""
+        rows = move(self.way.back, rows, self.moves_back, self.moves_there)
+        return sum_choices(self.way.how, (self.num_tokens, self.topk), rows, self.positions)
+
+
+def by_ragged_all_to_all(topk_weights: jax.Array, topk_indices: jax.Array, placement: Placement, how: How) -> Arrival:
+    """The Arrival of the rows of this device's experts; takes the arguments of `by_all_gather`."""
     num_tokens, topk = topk_indices.shape
     num_devices = jax.lax.axis_size(placement.axis)
     group_sizes, gather_indices = compute_order(topk_indices, num_devices * placement.num_experts, how)
     plan = checkpoint_name(_plan(group_sizes, gather_indices, placement), "jgg_routing")
     positions = plan.positions
     way = Way(placement.axis, len(positions), placement.capacity, how)
-    move_there = functools.partial(move, way, there=plan.there, back=plan.back)
-    move_back = functools.partial(move, way.back, there=plan.back, back=plan.there)
+    exchange = RaggedAllToAll(plan.there, plan.back, positions, way, num_tokens, topk)
 
-    rows = move_there(take_tokens(how, (num_tokens, topk), x, positions))
     weights = topk_weights.reshape(-1).at[guarded(positions, topk_indices.size)].get(mode="fill", fill_value=0)
-    weights = move_there(weights[:, None])
+    weights = exchange.moved(weights[:, None])
     experts = group_of_rows(group_bounds(plan.group_sizes, placement.capacity), placement.capacity)
-    y = move_back(mlp(rows, Routing(weights, experts[:, None], plan.group_sizes, None)))
-    return sum_choices(how, (num_tokens, topk), y, positions), plan.overflow
+    return Arrival(exchange, Routing(weights, experts[:, None], plan.group_sizes, None), plan.overflow)
 
 
 EXCHANGES = {"all_gather": by_all_gather, "ragged_all_to_all": by_ragged_all_to_all}

@@ -16,6 +16,7 @@ from jgg.core.matrix import Factors, Matrix
 from jgg.core.quantized import QuantizedArray, QuantizedWeights
 from jgg.core.schedule import as_indices, between_groups, inverse_permutation, saturated_int32
 from jgg.experts.arguments import ExpertWeights, MlpOptions, check_shapes, checked_routing, expert_weights
+from jgg.experts.exchange import Exchange
 from jgg.experts.mlp import MoeMlp, Operands
 from jgg.linear import layer
 from jgg.linear.fp8 import Fp8
@@ -118,9 +119,22 @@ def moe_mlp(
     return compute_mlp(x, weights, checked_routing(x, routing, weights.gate_up.shape[0]), options)
 
 
-def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options: MlpOptions) -> jax.Array:
-    """`moe_mlp` of checked arguments."""
+def compute_mlp(
+    x: jax.Array,
+    weights: ExpertWeights,
+    routing: Routing,
+    options: MlpOptions,
+    exchange: Exchange | None = None,
+) -> jax.Array:
+    """`moe_mlp` of checked arguments.
+
+    Args:
+      exchange: the way of x [T, H], this device's tokens, to the experts, and of y back; `routing` is then of the rows
+        that arrive.
+    """
     mlp = MoeMlp.of(x, weights, routing, options)
+    if exchange is not None:
+        x = exchange.there(x)
     if not mlp.is_plain:
         # named before `_compute`: inside it, jax_debug_nans would check what is named, and report rows of no expert
         x = checkpoint_name(x, mlp.names.x)
@@ -131,7 +145,8 @@ def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options:
         group_sizes=saturated_int32(routing.group_sizes),
         gather_indices=as_indices(routing.gather_indices),
     )
-    return _compute(mlp, alike(operands))
+    y = _compute(mlp, alike(operands))
+    return y if exchange is None else exchange.back(y)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -51,16 +51,16 @@ def compute_mlp_on_device(
             weights = _gathered(weights, x.dtype, sharding.gather_axis, sharding.weight_specs(options.w_layout))
 
         num_experts = weights.gate_up.shape[0]
-
-        def mlp(rows: jax.Array, routing: Routing) -> jax.Array:
-            routing = checkpoint_name(routing, "jgg_routing")
-            return compute_mlp(rows, weights.in_recipe(options.quantization, rows.dtype), routing, options)
-
         if sharding.expert is None or num_rows == 0:  # JAX gathers no arrays without elements
             routing = Routing(topk_weights, topk_indices, *compute_order(topk_indices, num_experts, how))
-            return mlp(x, routing), jnp.int32(0)
-        placement = Placement(sharding.expert, num_experts, sharding.capacity(num_rows))
-        return EXCHANGES[sharding.exchange](x, topk_weights, topk_indices, mlp, placement, how)
+            exchange, overflow = None, jnp.int32(0)
+        else:
+            placement = Placement(sharding.expert, num_experts, sharding.capacity(num_rows))
+            arrive = EXCHANGES[sharding.exchange]
+            exchange, routing, overflow = arrive(topk_weights, topk_indices, placement, how)
+        routing = checkpoint_name(routing, "jgg_routing")
+        weights = weights.in_recipe(options.quantization, x.dtype)
+        return compute_mlp(x, weights, routing, options, exchange), overflow
 
     if sharding.gather_axis is not None:  # the gathered weights are not kept, but gathered again in the backward pass
         names = options.names.x, options.names.pre_activation, "jgg_routing"
@@ -81,8 +81,7 @@ def _gathered(weights: ExpertWeights, dtype: DTypeLike, axis_name: str, specs: M
         axis = axis_split_over(axis_name, spec)
         if axis is None:  # a factor that this axis does not split
             return part
-        bits = jax.lax.all_gather(as_bits(part), axis_name, axis=axis, tiled=True)
-        return bits if bits.dtype == part.dtype else from_bits(bits, part.dtype)
+        return from_bits(jax.lax.all_gather(as_bits(part), axis_name, axis=axis, tiled=True), part.dtype)
 
     def cast(matrix: Matrix) -> Matrix:
         if matrix.dense is None or matrix.is_quantized:
