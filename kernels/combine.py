@@ -5,10 +5,13 @@ import triton.language as tl
 
 from .tiles import row_pointers
 
+BLOCK = tl.constexpr(128)  # columns of a row that share a scale
+
 
 @triton.jit
 def combine_kernel(
     rows,
+    row_scales,
     positions,
     scales,
     y,
@@ -27,7 +30,8 @@ def combine_kernel(
 
     Arrays: rows [num_rows, ROWS_COLUMNS], positions and scales (or None) [num_tokens * TOPK], y [num_tokens,
     Y_COLUMNS]. COLUMNS columns are read from first_of_rows on and written from first_of_y on, both multiples of 16.
-    The grid is (tokens / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded up.
+    The grid is (tokens / BLOCK_ROWS, COLUMNS / BLOCK_COLUMNS), rounded up. Of quantized rows, row_scales are
+    [num_rows, ROWS_COLUMNS / BLOCK], rounded up, and first_of_rows and BLOCK_COLUMNS are multiples of BLOCK.
     """
     tokens = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     column = tl.program_id(1) * BLOCK_COLUMNS
@@ -43,6 +47,12 @@ def combine_kernel(
         exists = (position >= 0) & (position < num_rows)
         pointers = row_pointers(rows, position, rows_columns, ROWS_COLUMNS)
         value = tl.load(pointers, mask=exists[:, None] & in_columns, other=0.0).to(tl.float32)
+        if row_scales is not None:
+            blocks = (first_of_rows + column) // BLOCK + tl.arange(0, BLOCK_COLUMNS // BLOCK)
+            pointers = row_pointers(row_scales, position, blocks, (ROWS_COLUMNS + BLOCK - 1) // BLOCK)
+            scale = tl.load(pointers, mask=exists[:, None] & (blocks * BLOCK < ROWS_COLUMNS)[None, :], other=0.0)
+            value = tl.reshape(value, (BLOCK_ROWS, BLOCK_COLUMNS // BLOCK, BLOCK)) * scale[:, :, None]
+            value = tl.reshape(value, (BLOCK_ROWS, BLOCK_COLUMNS))
         if scales is not None:
             value *= tl.load(scales + slots, mask=exists, other=0.0).to(tl.float32)[:, None]
         acc += value

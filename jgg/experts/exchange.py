@@ -46,6 +46,11 @@ class Exchange(Protocol):
     The two functions are linear, and each is the other's transpose.
     """
 
+    @property
+    def num_devices(self) -> int:
+        """The number of devices between which rows are sent."""
+        ...
+
     def there(self, rows: jax.Array) -> jax.Array:
         """The rows of all devices that come here, of any dtype, for this device's [T, N]."""
         ...
@@ -78,6 +83,11 @@ class AllGather:
     """
 
     axis: str
+
+    @property
+    def num_devices(self) -> int:
+        """p, the number of devices along the axis."""
+        return jax.lax.axis_size(self.axis)
 
     def there(self, rows: jax.Array) -> jax.Array:
         """The tokens [p * T, N] of all devices."""
@@ -125,6 +135,11 @@ class RaggedAllToAll:
     way: "Way"
     num_tokens: int
     topk: int
+
+    @property
+    def num_devices(self) -> int:
+        """p, the number of devices along the axis."""
+        return jax.lax.axis_size(self.way.axis)
 
     def there(self, rows: jax.Array) -> jax.Array:
         """The rows [R, N] for this device's experts, of tokens [T, N]."""
