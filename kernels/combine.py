@@ -40,13 +40,16 @@ def combine_kernel(
     # says that these are multiples of 16; else the compiler loads and stores one element at a time
     rows_columns = tl.multiple_of(first_of_rows + column, 16) + tl.arange(0, BLOCK_COLUMNS)
     y_columns = tl.multiple_of(first_of_y + column, 16) + tl.arange(0, BLOCK_COLUMNS)
+    IS_COPY: tl.constexpr = TOPK == 1 and scales is None and row_scales is None
     acc = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
     for choice in tl.static_range(TOPK):
         slots = tokens * TOPK + choice
         position = tl.load(positions + slots, mask=tokens < num_tokens, other=-1)
         exists = (position >= 0) & (position < num_rows)
         pointers = row_pointers(rows, position, rows_columns, ROWS_COLUMNS)
-        value = tl.load(pointers, mask=exists[:, None] & in_columns, other=0.0).to(tl.float32)
+        value = tl.load(pointers, mask=exists[:, None] & in_columns, other=0.0)
+        if not IS_COPY:
+            value = value.to(tl.float32)
         if row_scales is not None:
             blocks = (first_of_rows + column) // BLOCK + tl.arange(0, BLOCK_COLUMNS // BLOCK)
             pointers = row_pointers(row_scales, position, blocks, (ROWS_COLUMNS + BLOCK - 1) // BLOCK)
@@ -55,6 +58,6 @@ def combine_kernel(
             value = tl.reshape(value, (BLOCK_ROWS, BLOCK_COLUMNS))
         if scales is not None:
             value *= tl.load(scales + slots, mask=exists, other=0.0).to(tl.float32)[:, None]
-        acc += value
+        acc = value if IS_COPY else acc + value
     mask = (tokens < num_tokens)[:, None] & in_columns
     tl.store(row_pointers(y, tokens, y_columns, Y_COLUMNS), acc.to(y.dtype.element_ty), mask=mask)
