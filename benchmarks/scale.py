@@ -183,8 +183,8 @@ def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10)
     """
     quantization = jgg.Fp8() if dtype == "fp8" else None
     # FP8 is fastest with gate and up side by side
-    options = {"interleaved": quantization is None or strategy.tensor > 1}
-    module = MoELayer(layer.hidden, layer.expert_intermediate, layer.experts, layer.topk, **options)
+    interleaved = quantization is None or strategy.tensor > 1
+    module = MoELayer(layer.hidden, layer.expert_intermediate, layer.experts, layer.topk, interleaved=interleaved)
     sharding, dtype = _sharding(strategy), dtype if quantization is None else "bfloat16"
     params, x, dy = _data(module, sharding, layer.tokens * strategy.devices, dtype)
 
