@@ -260,11 +260,18 @@ def _error(module, params, x, y, tokens):
 
 
 def _bytes_of_ragged_exchange(layer, strategy, dtype):
-    """Bytes that a device sends if rows are routed evenly: to the experts and back, in forward and in backward."""
+    """Bytes that a device sends if rows are routed evenly: to the experts and back, in forward and in backward.
+
+    With room for all tokens, a token goes once to each other device that has experts of its k different random choices.
+    """
     if strategy.exchange != "ragged_all_to_all":
         return 0.0
-    row_bytes = layer.hidden * jnp.dtype(dtype).itemsize
-    return 4 * layer.tokens * layer.topk * row_bytes * (1 - 1 / strategy.expert)
+    rows = layer.topk * (1 - 1 / strategy.expert)
+    if strategy.expert <= strategy.buffer_factor * layer.topk:
+        others = layer.experts - layer.experts // strategy.expert
+        nothing = math.comb(others, layer.topk) / math.comb(layer.experts, layer.topk)
+        rows = (strategy.expert - 1) * (1 - nothing)
+    return 4 * layer.tokens * rows * layer.hidden * jnp.dtype(dtype).itemsize
 
 
 def bytes_sent(hlo: str) -> float:

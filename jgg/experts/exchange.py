@@ -19,6 +19,7 @@ from jgg.core.quantized import as_bits, from_bits
 from jgg.core.schedule import group_bounds, group_of_rows, guarded, inverse_permutation
 from jgg.experts.sums import sum_scatter
 from jgg.launching.choice import How
+from jgg.primitives.barrier import barrier
 from jgg.products.buffer import BUFFER, Buffer
 from jgg.products.combine import COMBINE, Combine
 from jgg.router.routing import Routing, compute_order
@@ -60,11 +61,13 @@ class Arrival(NamedTuple):
 
     Attributes:
       exchange: the way of the rows.
+      rows: `exchange.there(x)`.
       routing: of the rows that arrive, among this device's experts.
       overflow: int32, how many rows of all tokens found no room on this device.
     """
 
     exchange: Exchange
+    rows: jax.Array
     routing: Routing
     overflow: jax.Array
 
@@ -88,19 +91,33 @@ class AllGather:
         return sum_scatter(rows, self.axis)
 
 
-def by_all_gather(topk_weights: jax.Array, topk_indices: jax.Array, placement: Placement, how: How) -> Arrival:
+def by_all_gather(
+    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, placement: Placement, how: How
+) -> Arrival:
     """The Arrival of all tokens.
 
     Args:
-      topk_weights, topk_indices: [T, k], of this device's tokens.
+      x: [T, H], this device's tokens.
+      topk_weights, topk_indices: [T, k].
       how: how rows are sorted and copied.
     """
     exchange = AllGather(placement.axis)
+    # choices are gathered after the tokens, so that XLA gathers those while the router is computed
+    tokens, topk_weights, topk_indices = barrier((exchange.there(x), topk_weights, topk_indices))
     weights, experts = exchange.there(topk_weights), exchange.there(topk_indices)
+    return Arrival(exchange, tokens, *_own_routing(weights, experts, placement, how))
+
+
+def _own_routing(weights: jax.Array, experts: jax.Array, placement: Placement, how: How) -> tuple[Routing, jax.Array]:
+    """The Routing of tokens [T', H] among this device's experts, and how many rows found no room.
+
+    Args:
+      weights, experts: [T', k], choices among the experts of all devices.
+    """
     experts -= jax.lax.axis_index(placement.axis) * placement.num_experts  # others' experts lie outside the groups
     group_sizes, gather_indices = compute_order(experts, placement.num_experts, how)
     overflow = jnp.maximum(jnp.sum(group_sizes, dtype=jnp.int32) - placement.capacity, 0)
-    return Arrival(exchange, Routing(weights, experts, group_sizes, gather_indices[: placement.capacity]), overflow)
+    return Routing(weights, experts, group_sizes, gather_indices[: placement.capacity]), overflow
 
 
 @functools.partial(
@@ -110,13 +127,11 @@ def by_all_gather(topk_weights: jax.Array, topk_indices: jax.Array, placement: P
 )
 @dataclasses.dataclass(frozen=True)
 class RaggedAllToAll:
-    """Every row goes to the device of its expert, and its result comes back.
-
-    Moves only rows, on average k * T * (p - 1) / p from each device and as many back. Rows arrive in expert order.
+    """Copies of tokens go to other devices, and their results come back.
 
     Attributes:
       moves_there, moves_back, positions: as in the Plan.
-      num_tokens, topk: T and k.
+      num_tokens, topk: T, and the number of copies that a token may have.
     """
 
     moves_there: "Moves"
@@ -126,35 +141,90 @@ class RaggedAllToAll:
     num_tokens: int
     topk: int
 
+    @classmethod
+    def of(cls, plan: "Plan", way: "Way", num_tokens: int, topk: int) -> "RaggedAllToAll":
+        """The exchange by a plan."""
+        return cls(plan.there, plan.back, plan.positions, way, num_tokens, topk)
+
     def there(self, rows: jax.Array) -> jax.Array:
-        """The rows [R, N] for this device's experts, of tokens [T, N]."""
+        """The copies of all devices' tokens that come here, for this device's tokens [T, N]."""
         taken = take_tokens(self.way.how, (self.num_tokens, self.topk), as_bits(rows), self.positions)
         return from_bits(self.moved(taken), rows.dtype)
 
     def moved(self, rows: jax.Array) -> jax.Array:
-        """The rows [R, N] for this device's experts, of rows [M, N] in the order of their experts."""
+        """The rows of all devices that come here, for this device's rows [M, N] in the order in which they are sent."""
         return move(self.way, rows, self.moves_there, self.moves_back)
 
     def back(self, rows: jax.Array) -> jax.Array:
-        """The sums of the results [R, N] by token."""
+        """The sums of the results by token, [T, N]."""
         rows = move(self.way.back, rows, self.moves_back, self.moves_there)
         return sum_choices(self.way.how, (self.num_tokens, self.topk), rows, self.positions)
 
 
-def by_ragged_all_to_all(topk_weights: jax.Array, topk_indices: jax.Array, placement: Placement, how: How) -> Arrival:
-    """The Arrival of the rows of this device's experts; takes the arguments of `by_all_gather`."""
+def by_ragged_all_to_all(
+    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, placement: Placement, how: How
+) -> Arrival:
+    """The Arrival of what this device's experts need; takes the arguments of `by_all_gather`.
+
+    A token goes once to each device with experts of its choice if devices have room for all tokens, which they do where
+    they are fewer than k; otherwise once for each choice.
+    """
+    has_room = jax.lax.axis_size(placement.axis) * len(x) <= placement.capacity
+    return (_once_to_each_device if has_room else _once_for_each_choice)(x, topk_weights, topk_indices, placement, how)
+
+
+def _once_to_each_device(
+    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, placement: Placement, how: How
+) -> Arrival:
+    """Tokens arrive in the order of the devices from which they come. All devices get all choices.
+
+    At most (p - 1) * T rows go from each device, and as many come back.
+    """
+    axis, num_tokens, num_devices = placement.axis, len(x), jax.lax.axis_size(placement.axis)
+    weights, experts = (jax.lax.all_gather(array, axis, tiled=True) for array in (topk_weights, topk_indices))
+    devices, here = devices_of(experts, placement.num_experts, num_devices), jax.lax.axis_index(axis)
+    goes = (devices < num_devices).reshape(num_devices, num_tokens, num_devices)
+    counts = jnp.sum(goes, axis=1, dtype=jnp.int32)
+    own = jax.lax.dynamic_slice_in_dim(devices, here * num_tokens, num_tokens)
+    plan = _plan(*compute_order(own, num_devices, how), counts[:, :, None], Placement(axis, 1, len(devices)))
+    # 0 for a token that comes here
+    num_arrived, order = compute_order(jax.lax.dynamic_slice_in_dim(devices, here, 1, axis=1) - here, 1, how)
+    arrived = jnp.where(jnp.arange(len(order), dtype=jnp.int32) < num_arrived, order, -1)
+    plan, arrived = checkpoint_name((plan, arrived), "jgg_routing")
+
+    exchange = RaggedAllToAll.of(plan, Way(axis, len(plan.positions), len(devices), how), num_tokens, num_devices)
+    weights = take_tokens(how, (len(arrived), 1), weights, arrived)
+    experts = experts.at[guarded(arrived, len(arrived))].get(mode="fill", fill_value=-1)
+    return Arrival(exchange, exchange.there(x), *_own_routing(weights, experts, placement, how))
+
+
+def devices_of(experts: jax.Array, num_experts: int, num_devices: int) -> jax.Array:
+    """The devices that have a token's experts, int32 [T, p] for experts [T, k]: d at place d, or p if d has none.
+
+    Two devices with two experts each: the choices (1, 0) and (3, 1) give (0, 2) and (0, 1).
+    """
+    devices = jnp.arange(num_devices, dtype=jnp.int32)
+    has = jnp.any(experts[:, :, None] // num_experts == devices[None, None], axis=1)
+    return jnp.where(has, devices[None], num_devices)
+
+
+def _once_for_each_choice(
+    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, placement: Placement, how: How
+) -> Arrival:
+    """Rows arrive in expert order. On average k * T * (p - 1) / p go from each device, and as many come back."""
     num_tokens, topk = topk_indices.shape
     num_devices = jax.lax.axis_size(placement.axis)
     group_sizes, gather_indices = compute_order(topk_indices, num_devices * placement.num_experts, how)
-    plan = checkpoint_name(_plan(group_sizes, gather_indices, placement), "jgg_routing")
-    positions = plan.positions
-    way = Way(placement.axis, len(positions), placement.capacity, how)
-    exchange = RaggedAllToAll(plan.there, plan.back, positions, way, num_tokens, topk)
+    counts = jax.lax.all_gather(group_sizes, placement.axis).reshape(num_devices, num_devices, placement.num_experts)
+    plan = checkpoint_name(_plan(group_sizes, gather_indices, counts, placement), "jgg_routing")
+    way = Way(placement.axis, len(plan.positions), placement.capacity, how)
+    exchange = RaggedAllToAll.of(plan, way, num_tokens, topk)
 
-    weights = topk_weights.reshape(-1).at[guarded(positions, topk_indices.size)].get(mode="fill", fill_value=0)
+    weights = topk_weights.reshape(-1).at[guarded(plan.positions, topk_indices.size)].get(mode="fill", fill_value=0)
     weights = exchange.moved(weights[:, None])
     experts = group_of_rows(group_bounds(plan.group_sizes, placement.capacity), placement.capacity)
-    return Arrival(exchange, Routing(weights, experts[:, None], plan.group_sizes, None), plan.overflow)
+    routing = Routing(weights, experts[:, None], plan.group_sizes, None)
+    return Arrival(exchange, exchange.there(x), routing, plan.overflow)
 
 
 EXCHANGES = {"all_gather": by_all_gather, "ragged_all_to_all": by_ragged_all_to_all}
@@ -209,16 +279,19 @@ class _Runs(NamedTuple):
     arrivals: jax.Array
 
 
-def _plan(group_sizes: jax.Array, gather_indices: jax.Array, placement: Placement) -> Plan:
-    """The plan for rows in expert order; `group_sizes` [E] counts this device's rows for each expert of all devices.
+def _plan(group_sizes: jax.Array, gather_indices: jax.Array, counts: jax.Array, placement: Placement) -> Plan:
+    """The plan for rows in expert order.
 
     Example: two devices have two experts each, and room for 4 rows. Device 0 has (2, 1, 0, 0) rows for the experts,
     device 1 has (1, 2, 0, 0). Device 0 gets the 2 + 1 rows for expert 0, then its own row for expert 1. The 2 rows of
     device 1 for expert 1 find no room.
+
+    Args:
+      group_sizes: [E], this device's rows for each expert of all devices.
+      counts: the same of all devices, [from, to, expert].
     """
     axis, num_experts, capacity = placement
     here, num_devices = jax.lax.axis_index(axis), jax.lax.axis_size(axis)
-    counts = jax.lax.all_gather(group_sizes, axis).reshape(num_devices, num_devices, num_experts)  # [from, to, expert]
     by_expert = counts.transpose(1, 2, 0).reshape(num_devices, -1)  # [to, (expert, from)], as rows arrive
     arrivals = jnp.minimum(jnp.cumsum(by_expert, axis=1, dtype=jnp.int32) - by_expert, capacity)
     fitting = jnp.minimum(by_expert, capacity - arrivals)

@@ -16,7 +16,7 @@ from jgg.core.matrix import Factors, Matrix
 from jgg.core.quantized import QuantizedArray, QuantizedWeights
 from jgg.core.schedule import as_indices, between_groups, inverse_permutation, saturated_int32
 from jgg.experts.arguments import ExpertWeights, MlpOptions, check_shapes, checked_routing, expert_weights
-from jgg.experts.exchange import Exchange
+from jgg.experts.exchange import Arrival
 from jgg.experts.mlp import MoeMlp, Operands
 from jgg.linear import layer
 from jgg.linear.fp8 import Fp8
@@ -124,17 +124,16 @@ def compute_mlp(
     weights: ExpertWeights,
     routing: Routing,
     options: MlpOptions,
-    exchange: Exchange | None = None,
+    arrival: Arrival | None = None,
 ) -> jax.Array:
     """`moe_mlp` of checked arguments.
 
     Args:
-      exchange: the way of x [T, H], this device's tokens, to the experts, and of y back; `routing` is then of the rows
-        that arrive.
+      arrival: what arrives for x [T, H], this device's tokens, and its exchange; `routing` is then of what arrives.
     """
     mlp = MoeMlp.of(x, weights, routing, options)
-    if exchange is not None:
-        x = exchange.there(x)
+    if arrival is not None:
+        x = arrival.rows
     if not mlp.is_plain:
         # named before `_compute`: inside it, jax_debug_nans would check what is named, and report rows of no expert
         x = checkpoint_name(x, mlp.names.x)
@@ -146,7 +145,7 @@ def compute_mlp(
         gather_indices=as_indices(routing.gather_indices),
     )
     y = _compute(mlp, alike(operands))
-    return y if exchange is None else exchange.back(y)
+    return y if arrival is None else arrival.exchange.back(y)
 
 
 @functools.partial(jax.jit, static_argnums=0)
