@@ -14,9 +14,10 @@ from jgg.core.manual_axes import vary_over
 from jgg.core.matrix import Matrix
 from jgg.core.quantized import as_bits, from_bits
 from jgg.experts.arguments import ExpertWeights, MlpOptions
-from jgg.experts.exchange import EXCHANGES, Placement
+from jgg.experts.exchange import EXCHANGES
 from jgg.experts.mesh import MoESharding, axis_split_over, specs_of_parts
 from jgg.experts.moe import compute_mlp
+from jgg.experts.moves import Placement
 from jgg.experts.sums import sum_all
 from jgg.launching.choice import How
 from jgg.primitives.barrier import barrier

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.experts.exchange import _cut, devices_of
+from jgg.experts.exchange import devices_of
+from jgg.experts.moves import _cut
 from jgg.layers import MoELayer
 from jgg.sharding import MoESharding, sharded_moe_mlp
 from tests.support.closeness import assert_close
