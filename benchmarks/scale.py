@@ -265,12 +265,20 @@ def _error(apply, params, x, y, tokens):
 
 
 def _bytes_of_ragged_exchange(layer, strategy, dtype, quantization):
-    """Bytes that a device sends if rows are routed evenly: to the experts and back, in forward and in backward."""
+    """Bytes that a device sends if rows are routed evenly: to the experts and back, in forward and in backward.
+
+    With room for all tokens, a token goes once to each other device that has experts of its k different random choices.
+    """
     if strategy.exchange != "ragged_all_to_all":
         return 0.0
+    rows = layer.topk * (1 - 1 / strategy.expert)
+    if strategy.expert <= strategy.buffer_factor * layer.topk:
+        others = layer.experts - layer.experts // strategy.expert
+        nothing = math.comb(others, layer.topk) / math.comb(layer.experts, layer.topk)
+        rows = (strategy.expert - 1) * (1 - nothing)
     back = layer.hidden * jnp.dtype(dtype).itemsize
     there = back if quantization is None else layer.hidden + 4 * math.ceil(layer.hidden / 128)  # and scales
-    return 2 * layer.tokens * layer.topk * (there + back) * (1 - 1 / strategy.expert)
+    return 2 * layer.tokens * rows * (there + back)
 
 
 def bytes_sent(hlo: str) -> float:

@@ -16,7 +16,7 @@ from jgg.core.matrix import Factors, Matrix
 from jgg.core.quantized import QuantizedArray, QuantizedWeights
 from jgg.core.schedule import as_indices, between_groups, inverse_permutation, saturated_int32
 from jgg.experts.arguments import ExpertWeights, MlpOptions, check_shapes, checked_routing, expert_weights
-from jgg.experts.exchange import Exchange
+from jgg.experts.exchange import Arrival, Exchange
 from jgg.experts.mlp import MoeMlp, Operands
 from jgg.linear import layer
 from jgg.linear.fp8 import Fp8, named
@@ -125,20 +125,20 @@ def compute_mlp(
     weights: ExpertWeights,
     routing: Routing,
     options: MlpOptions,
-    exchange: Exchange | None = None,
+    arrival: Arrival | None = None,
 ) -> jax.Array:
     """`moe_mlp` of checked arguments.
 
     Args:
-      exchange: the way of x [T, H], this device's tokens, to the experts, and of y back; `routing` is then of the rows
-        that arrive. By a recipe, x and dy are quantized before they are sent to other devices; y and dx come back in
-        the dtype of x.
+      arrival: what arrives for x [T, H], this device's tokens, and its exchange; `routing` is then of what arrives.
+        By a recipe, x and dy are quantized before they are sent to other devices; y and dx come back in the dtype of x.
     """
     mlp = MoeMlp.of(x, weights, routing, options)
+    exchange = None if arrival is None else arrival.exchange
     sends_fp8 = exchange is not None and exchange.num_devices > 1 and mlp.up.row_format is not None
     in_fp8 = exchange if sends_fp8 else None
-    if exchange is not None and in_fp8 is None:
-        x = exchange.there(x)
+    if arrival is not None and in_fp8 is None:
+        x = arrival.rows
     if not mlp.is_plain and in_fp8 is None:
         # named before `_compute`: inside it, jax_debug_nans would check what is named, and report rows of no expert
         x = checkpoint_name(x, mlp.names.x)

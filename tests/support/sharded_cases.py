@@ -27,9 +27,10 @@ CASES = {
     "expert by all-gather": ({"expert": "b"}, {}, "uneven"),
     "expert by ragged all-to-all": ({"expert": "b"}, {"exchange": "ragged_all_to_all"}, "uneven"),
     "all-gather, room for a third": ({"data": "a", "expert": "b"}, {"buffer_factor": 2 / 3}, "uneven"),
-    "ragged, room for a third": (
+    # so little that a token is sent for each of its choices
+    "ragged, room for three in ten": (
         {"data": "a", "expert": "b"},
-        {"buffer_factor": 2 / 3, "exchange": "ragged_all_to_all"},
+        {"buffer_factor": 0.6, "exchange": "ragged_all_to_all"},
         "uneven",
     ),
 }
@@ -61,7 +62,7 @@ LOW_RANK_CASES = [
     "fsdp",
     "fsdp of features",
     "tensor",
-    "ragged, room for a third",
+    "ragged, room for three in ten",
     "fsdp, expert, tensor by all_gather",
     "fsdp, expert, tensor by ragged_all_to_all",
 ]
