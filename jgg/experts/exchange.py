@@ -2,8 +2,8 @@
 
 Both functions take the device's own tokens and their choices, and return an Arrival: an Exchange, which sends rows
 there and adds up what comes back, and the rows that arrive, with their Routing among this device's experts. Both ways
-give the same result. The buffer of every device has room for R rows, `Placement.capacity`. Rows that find no room, which are
-rows of a device's last experts, are counted and add nothing.
+give the same result. The buffer of every device has room for R rows, `Placement.capacity`. Rows that find no room,
+which are rows of a device's last experts, are counted and add nothing.
 """
 
 import dataclasses
