@@ -48,8 +48,8 @@ def symmetric_product(
       preferred_element_type: dtype of the result; that of left by default.
       precision: for float32, as in `jgg.grouped_gemm`.
       kernel_config: tiles [block_m, block_n] of the result in steps of block_k features, and which of left and right
-        TMA loads, as x and w of a forward product; None to choose. The kernel "hopper" runs only where this asks for
-        it. Its blocks [64, 64] on the diagonal are not symmetric to the last bit where left and right differ.
+        TMA loads, as x and w of a forward product; None to choose. The kernel "hopper" computes what it can: 16 bits,
+        rows that are multiples of 16 bytes. Another kernel computes the rest.
       implementation: as in `jgg.grouped_gemm`.
 
     Returns: [..., N, N].
