@@ -213,7 +213,8 @@ def _sharding(strategy) -> MoESharding:
     mesh = jax.sharding.Mesh(devices, ("replicas", "expert", "tensor"))
     return MoESharding(
         mesh,
-        **{"fsdp" if strategy.fsdp else "data": "replicas"},
+        data=() if strategy.fsdp else "replicas",
+        fsdp="replicas" if strategy.fsdp else None,
         expert="expert" if strategy.expert > 1 else None,
         tensor="tensor" if strategy.tensor > 1 else None,
         exchange=strategy.exchange,

@@ -80,9 +80,8 @@ class Trainer:
             put = functools.partial(jax.make_array_from_process_local_data, everywhere)
             state = jax.tree.map(lambda a: a if a.ndim else put(np.asarray(a)), state)
         self._state, splits = state, jax.tree.map(lambda a: a.sharding, state)
-        self._step = jax.jit(
-            step, donate_argnums=0, out_shardings=(splits, everywhere), compiler_options=compiler_options()
-        )
+        options = compiler_options(1 if everywhere is None else everywhere.mesh.size)
+        self._step = jax.jit(step, donate_argnums=0, out_shardings=(splits, everywhere), compiler_options=options)
 
     @property
     def model(self) -> Any:

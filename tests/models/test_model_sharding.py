@@ -70,6 +70,24 @@ def test_with_batch_invariant_kernels_compute_each_devices_sequences():
         assert kernels(batch_invariant=True) >= kernels() + 7
 
 
+def test_gathers_of_experts_wait_for_stored_weights_alone():
+    """Behind a barrier with x, in the backward pass or the forward pass, they could not run beside other layers."""
+    config = jgg.models.model_config(config_of("qwen3_moe"))
+    sharding, tokens = MoESharding(abstract_mesh(), data="a", fsdp="b"), np.zeros((8, 16), np.int32)
+
+    def create():
+        return jgg.models.Decoder(config, sharding=sharding, dtype="float32", remat="names", rngs=nnx.Rngs(0))
+
+    graphdef, state = nnx.split(nnx.eval_shape(create))
+    gradient = jax.jit(jax.grad(lambda state: nnx.merge(graphdef, state).loss(tokens, tokens)))
+    text = gradient.trace(state).lower(lowering_platforms=("cuda",)).as_text()
+    experts, *features = state["layers"]["moe"]["w_gate_up"].shape[1:]
+    stored, whole = ("x".join(map(str, (count, *features))) for count in (experts // 4, experts))
+    assert text.count(f"(tensor<{stored}xf32>) -> tensor<{whole}xf32>") == 2
+    barriers = re.findall("optimization_barrier.*", text)
+    assert barriers and not any(f"tensor<{stored}x" in line for line in barriers)
+
+
 @pytest.mark.gpu
 @SEVERAL_GPUS
 @pytest.mark.parametrize("axes", [{"fsdp": "a"}, {"expert": "a"}, {"expert": "a", "exchange": "ragged_all_to_all"}])
