@@ -121,7 +121,7 @@ def training_of(args, config: jgg.models.ModelConfig, devices: Any) -> Training:
         step_of(made[0], _optimizer(args), loss_of, accumulate=False),
         donate_argnums=0,
         out_shardings=(_places(states), everywhere),
-        compiler_options=jgg.train.compiler_options(),
+        compiler_options=jgg.train.compiler_options(math.prod(getattr(args, axis) for axis in AXES)),
     )
     return Training(step, (states, frozen, tokens))
 
