@@ -80,7 +80,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(*args, **{"allow_abbrev": False} | settings)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        """The value of an argument; older Pythons' argparse takes the "--" of --option=-- for the end of all options."""
+        """The value of an argument; older Pythons take the "--" of --option=-- for the end of all options."""
         if action.option_strings and arg_strings == ["--"]:
             value = self._get_value(action, "--")
             self._check_value(action, value)

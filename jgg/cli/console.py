@@ -24,7 +24,8 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence], texts: Collec
         table.add_column(heading, justify="left" if heading in texts else "right")
     for row in rows:
         table.add_row(*map(str, row))
-    Console(width=10_000, markup=False, emoji=False, highlight=False).print(table)
+    console = Console(width=10_000, markup=False, emoji=False, highlight=False, force_terminal=sys.stdout.isatty())
+    console.print(table)
 
 
 @contextlib.contextmanager
