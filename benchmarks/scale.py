@@ -40,7 +40,7 @@ MAX_ERROR = {"bfloat16": 0.03, "float32": 1e-2, "fp8": 0.03}  # float32 may be m
 REPEATS = 7
 _ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
 _COLLECTIVE = re.compile(
-    r"= (.*?) (all-gather|all-reduce|reduce-scatter)(-start)?\(.*replica_groups=(mesh\[.*?\] \{.*?\}|\S*)"
+    r"= (.*?) (all-gather|all-reduce|reduce-scatter|all-to-all)(-start)?\(.*replica_groups=(mesh\[.*?\] \{.*?\}|\S*)"
 )
 _ARRAY = re.compile(r"(\w+)\[([\d,]*)\]")
 _HEADINGS = ("devices", "strategy", "ms", "tokens/s", "efficiency", "MB sent", "load", "overflow", "error")
@@ -218,7 +218,8 @@ def _sharding(strategy) -> MoESharding:
     mesh = jax.sharding.Mesh(devices, ("replicas", "expert", "tensor"))
     return MoESharding(
         mesh,
-        **{"fsdp" if strategy.fsdp else "data": "replicas"},
+        data=() if strategy.fsdp else "replicas",
+        fsdp="replicas" if strategy.fsdp else None,
         expert="expert" if strategy.expert > 1 else None,
         tensor="tensor" if strategy.tensor > 1 else None,
         exchange=strategy.exchange,
@@ -282,11 +283,11 @@ def _bytes_of_ragged_exchange(layer, strategy, dtype, quantization):
 
 
 def bytes_sent(hlo: str) -> float:
-    """Bytes that each device sends in the all-gathers, all-reduces and reduce-scatters of an HLO text, each run once.
+    """Bytes that each device sends in the collectives of an HLO text, each run once.
 
     They are counted for rings: among g devices, each sends g - 1 times the size of its part in an all-gather, as much
-    in a reduce-scatter, and twice that in an all-reduce. Other collectives are not counted; the bytes of a ragged
-    all-to-all depend on data.
+    in a reduce-scatter or an all-to-all, and twice that in an all-reduce. Other collectives are not counted; the bytes
+    of a ragged all-to-all depend on data.
     """
     total = 0.0
     for shapes, kind, is_async, groups in _COLLECTIVE.findall(hlo):
@@ -301,6 +302,8 @@ def bytes_sent(hlo: str) -> float:
             total += size * (devices - 1)
         elif kind == "all-reduce":
             total += 2 * size * (devices - 1) / devices
+        elif kind == "all-to-all":
+            total += size * (devices - 1) / devices
         else:  # the type of an async all-gather is "(operand, result)"
             results = size * devices / (devices + 1) if is_async else size
             total += results * (devices - 1) / devices

@@ -47,6 +47,10 @@ class MoESharding:
       buffer_factor: a device's buffer holds buffer_factor times its even share of routed rows, T * k for its T tokens.
         Rows beyond that are dropped (they add nothing to y) and counted. None has room for all rows (the same as
         buffer_factor = number of devices along `expert`) and takes more memory.
+      prevent_cse: as in `jax.checkpoint`, of the weights that are gathered along `fsdp` and gathered again in the
+        backward pass. False for layers of a `jax.lax.scan`, as a Decoder sets it for its own: a gather then waits for
+        nothing but the stored weights, and may run beside the products of the layer before. In other programs XLA would
+        find that both gathers are the same, and keep the whole weights of all layers until the backward pass.
     """
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -57,6 +61,7 @@ class MoESharding:
     fsdp_splits: str = "experts"
     exchange: str = "all_gather"
     buffer_factor: float | None = None
+    prevent_cse: bool = True
 
     def __post_init__(self) -> None:
         kinds = jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -80,6 +85,7 @@ class MoESharding:
             if not isinstance(factor, numbers.Real) or isinstance(factor, bool) or not factor > 0:
                 raise ValueError(f"buffer_factor must be None or a number greater than 0, got {factor!r}.")
             object.__setattr__(self, "buffer_factor", float(factor))
+        object.__setattr__(self, "prevent_cse", as_flag("prevent_cse", self.prevent_cse))
 
     @property
     def token_axes(self) -> tuple[str, ...]:

@@ -67,7 +67,8 @@ def compute_mlp_on_device(
 
     if sharding.gather_axis is not None:  # the gathered weights are not kept, but gathered again in the backward pass
         names = options.names.x, options.names.pre_activation, "jgg_routing"
-        compute = jax.checkpoint(compute, policy=jax.checkpoint_policies.save_only_these_names(*names))
+        policy = jax.checkpoint_policies.save_only_these_names(*names)
+        compute = jax.checkpoint(compute, policy=policy, prevent_cse=sharding.prevent_cse)
     y, overflow = compute(x, topk_weights, weights)
     if sharding.tensor is not None:
         y = sum_all(y, sharding.tensor)

@@ -1,5 +1,6 @@
 """`Layer`: one layer of a decoder, and the kinds of mixers that it may have."""
 
+import dataclasses
 from typing import Any, ClassVar, Protocol
 
 import jax
@@ -138,6 +139,7 @@ class Layer(nnx.Module):
 def _new_experts(config: ModelConfig, options: Options, rngs: nnx.Rngs) -> jgg.nnx.MoE:
     init = nnx.initializers.normal(config.init_scale)
     lora = options.lora.of({name: name for name in (*OF_EXPERTS, *OF_MOE) if name in config.moe.shapes})
+    sharding = options.sharding and dataclasses.replace(options.sharding, prevent_cse=False)  # see `_rematerialized`
     return jgg.nnx.MoE(
         **vars(config.moe) | (lora.of_a_layer if lora.rank is not None else {}),
         dtype=options.dtype,
@@ -147,6 +149,6 @@ def _new_experts(config: ModelConfig, options: Options, rngs: nnx.Rngs) -> jgg.n
         router_init=init,
         quantization=options.quantization,
         implementation=options.implementation,
-        sharding=options.sharding,
+        sharding=sharding,
         rngs=rngs,
     )

@@ -1,25 +1,48 @@
 """Options of XLA for the step of a training loop."""
 
+from typing import Any
+
 import jax
 
+from jgg.core.arguments import as_int
+
 # XLA's pass for loops that write every element of an array which they were given filled with zeros. Off by default.
-# Source: openxla/xla pull request 42808. All versions of jaxlib that jgg supports have it.
+# Source: openxla/xla pull request 42808. All versions of jaxlib that jgg supports have it, and what is below.
 _OPTIONS = {"xla_gpu_enable_dus_accumulator_zero_init_elimination": True}
 
+# O1 moves a gather of weights into the iteration of the loop before the one that needs them, and a reduce-scatter of
+# gradients into the one after: https://openxla.org/xla/effort_levels. By itself the scheduler would then let one
+# collective run at a time, beside the last few kernels of an iteration, however many bytes it moves.
+_OF_SEVERAL_DEVICES = {
+    "optimization_level": "O1",
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+}
 
-def compiler_options() -> dict[str, bool]:
+
+def compiler_options(num_devices: int = 1) -> dict[str, Any]:
     """Returns options of XLA that make a step of training faster, for `jax.jit`; none where there is no GPU.
 
     `jax.lax.scan` over layers keeps values for the backward pass in stacks, and XLA fills these with zeros first: 12
     GiB in a step of Qwen3-30B-A3B with LoRA and 2 x 4096 tokens. With these options it only allocates those of which it
     finds that the loop writes every element before it reads one, so that results stay the same.
 
+    On several devices, collectives run beside computations: the weights of the next layer of a scan are gathered while
+    a layer is computed, in the forward and in the backward pass, and gradients are sent while the next layer's are
+    computed. This takes the memory of one or two more layers' weights, and longer to compile.
+
     `jgg.train.Trainer` uses them. In a loop of your own:
 
-        step = jax.jit(step, donate_argnums=0, compiler_options=jgg.train.compiler_options())
+        options = jgg.train.compiler_options(jax.device_count())
+        step = jax.jit(step, donate_argnums=0, compiler_options=options)
 
     JAX takes options of the outermost `jax.jit` alone, and `nnx.jit` takes none: split the model with `nnx.split`
-    before, or set them for a whole process in the environment:
+    before, or set those that begin with xla for a whole process in the environment:
     XLA_FLAGS=--xla_gpu_enable_dus_accumulator_zero_init_elimination=true.
+
+    Args:
+      num_devices: number of devices that compute the step together.
     """
-    return dict(_OPTIONS) if jax.default_backend() == "gpu" else {}
+    several = as_int("num_devices", num_devices, 1) > 1
+    options = _OPTIONS | _OF_SEVERAL_DEVICES if several else _OPTIONS
+    return dict(options) if jax.default_backend() == "gpu" else {}

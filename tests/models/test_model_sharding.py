@@ -32,12 +32,13 @@ def test_every_strategy_on_eight_devices(which):
 def test_all_but_experts_is_split_along_the_first_axis_that_divides():
     sharding = MoESharding(abstract_mesh(), fsdp="b", expert="a")
     shapes = {
-        ("attention", "w_q"): ((32, 48), jax.P("b")),
-        ("attention", "w_k"): ((42, 32), jax.P(None, "b")),
+        ("attention", "w_q"): ((32, 48), jax.P(("b", "a"))),
+        ("attention", "w_k"): ((42, 32), jax.P(None, ("b", "a"))),
+        ("attention", "w_z"): ((42, 36), jax.P(None, "b")),
         ("attention", "w_o"): ((30, 42), jax.P()),
-        ("mlp", "w_down"): ((24, 32), jax.P("b")),
+        ("mlp", "w_down"): ((24, 32), jax.P(("b", "a"))),
         ("attention_norm",): ((32,), jax.P()),
-        ("moe", "w_router"): ((32, 4), jax.P("b")),
+        ("moe", "w_router"): ((32, 4), jax.P(("b", "a"))),
         ("moe", "w_down"): ((8, 8, 32), jax.P(("a", "b"), None, None)),
     }
     for path, (shape, expected) in shapes.items():
@@ -67,6 +68,24 @@ def test_with_batch_invariant_kernels_compute_each_devices_sequences():
     with jgg.target(90):
         # two norms, queries, keys and values, rotary embedding and output of a layer, the last norm, and logits
         assert kernels(batch_invariant=True) >= kernels() + 7
+
+
+def test_gathers_of_experts_wait_for_stored_weights_alone():
+    """Behind a barrier with x, in the backward pass or the forward pass, they could not run beside other layers."""
+    config = jgg.models.model_config(config_of("qwen3_moe"))
+    sharding, tokens = MoESharding(abstract_mesh(), data="a", fsdp="b"), np.zeros((8, 16), np.int32)
+
+    def create():
+        return jgg.models.Decoder(config, sharding=sharding, dtype="float32", remat="names", rngs=nnx.Rngs(0))
+
+    graphdef, state = nnx.split(nnx.eval_shape(create))
+    gradient = jax.jit(jax.grad(lambda state: nnx.merge(graphdef, state).loss(tokens, tokens)))
+    text = gradient.trace(state).lower(lowering_platforms=("cuda",)).as_text()
+    experts, *features = state["layers"]["moe"]["w_gate_up"].shape[1:]
+    stored, whole = ("x".join(map(str, (count, *features))) for count in (experts // 4, experts))
+    assert text.count(f"(tensor<{stored}xf32>) -> tensor<{whole}xf32>") == 2
+    barriers = re.findall("optimization_barrier.*", text)
+    assert barriers and not any(f"tensor<{stored}x" in line for line in barriers)
 
 
 @pytest.mark.gpu

@@ -210,13 +210,16 @@ def stack_of_sines(x):
     return jnp.sum(jax.lax.scan(lambda x, _: (jnp.sin(x @ x), None), x, None, 5)[0])
 
 
-def test_compiler_options_are_for_gpus(monkeypatch):
-    assert compiler_options() == {}
+@pytest.mark.parametrize("num_devices", [1, 2])
+def test_compiler_options_are_for_gpus(monkeypatch, num_devices):
+    assert compiler_options(num_devices) == {}
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     x = jax.random.normal(jax.random.key(0), (17, 17))
     wanted = jax.jit(jax.grad(stack_of_sines))(x)
     # an option that XLA does not know raises
-    got = jax.jit(jax.grad(stack_of_sines), compiler_options=compiler_options())(x)
+    options = compiler_options(num_devices)
+    assert ("optimization_level" in options) == (num_devices > 1)
+    got = jax.jit(jax.grad(stack_of_sines), compiler_options=options)(x)
     np.testing.assert_array_equal(got, wanted)
 
 
