@@ -7,6 +7,7 @@ from _jgg_command.arguments import Parser, number, positive_float, positive_int,
 from _jgg_command.configuration import add_config
 
 REMAT = ("none", "attention", "names", "all")
+EXCHANGES = ("all_gather", "ragged_all_to_all")
 OPTIMIZERS = ("adamw", "muon")
 TRACKERS = ("tensorboard", "wandb")
 _not_negative = number("0 or more and finite", lambda value: 0 <= value < float("inf"))
@@ -69,6 +70,10 @@ def add_devices(parser: Parser) -> None:
     what = "devices that store matrices split (default: all devices / --expert)"
     parser.add_argument("--fsdp", type=positive_int, metavar="N", help=what)
     _add(parser, "expert", 1, "devices that share the experts; --fsdp times --expert is the number of all devices")
+    what = "how tokens reach the devices of their experts, see docs/scaling.md (default: %(default)s)"
+    parser.add_argument("--exchange", choices=EXCHANGES, default=EXCHANGES[0], help=what)
+    what = "room of each device for rows, in shares of an even distribution; rows beyond it are dropped (default: all)"
+    parser.add_argument("--buffer-factor", type=positive_float, metavar="X", help=what)
     what = (
         "address of process 0, HOST:PORT, where several processes train together; auto: Slurm, Kubernetes or another"
         " environment that JAX knows says who takes part"

@@ -77,7 +77,7 @@ def _tensor(path: tuple[Any, ...], value: Any, is_tied: bool) -> Tensor:
     name = str(path[-1])
     return Tensor(
         num_elements=math.prod(value.shape),
-        num_bytes=sum(leaf.nbytes for leaf in jax.tree.leaves(value)),
+        num_bytes=sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(value)),
         is_of_experts="moe" in path and name.startswith(("w_gate_up", "w_down")),
         is_matrix=name.startswith("w_") and "lora" not in name,
         is_head=name == ("w_embedding" if is_tied else "w_head"),

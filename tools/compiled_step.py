@@ -6,17 +6,21 @@
     python -m tools.compiled_step --run train --layers 2 --hlo step.txt
     python -m tools.compiled_step --run generate --batch 1
     python -m tools.compiled_step --run train --layers 2 --batch-invariant
-    python -m tools.compiled_step --run lora --layers 2 --batch 8 --devices 4 --axis fsdp
+    python -m tools.compiled_step --run lora --layers 2 --fsdp 4
+    python -m tools.compiled_step --run train --expert 8 --buffer-factor 1.25 --balanced
 
-The models and steps are those of `benchmarks.models`, without values. XLA's GPU compiler, which is in jax-cuda12-pjrt,
+The models and steps are those of `benchmarks.models`, and with --run train those of `benchmarks.training`, without
+values. XLA's GPU compiler, which is in jax-cuda12-pjrt,
 runs on the CPU. Printed are the memory, and for each loop its kernels and its largest copies, slices, zero fills,
-transposes and converts. Times are not: XLA does not measure here which of its kernels is fastest either, so that its
+transposes and converts; and of several GPUs the collectives, what each sends, and which kernels
+run beside them. Times are not: XLA does not measure here which of its kernels is fastest either, so that its
 products may be by other kernels than on a GPU.
 """
 
 import argparse
 import contextlib
 import importlib.metadata
+import math
 import os
 import sys
 import time
@@ -24,16 +28,14 @@ from pathlib import Path
 from unittest import mock
 
 import jax
-import jax.numpy as jnp
 from flax import nnx
 
 import jgg
 import jgg.models
-from benchmarks.model_configs import CONFIGS, config_of
-from benchmarks.models import EXPERTS, PARAMS, RUNS, make_step, options_of, random_model
-from jgg.models.parts import REMAT
-from jgg.models.placement import place
-from jgg.sharding import MoESharding
+from benchmarks.model_configs import config_of
+from benchmarks.models import EXPERTS, RUNS, make_step, options_of, random_model
+from benchmarks.training import AXES, add_model_options, placed, sharding_of, tokens_of, training_of
+from tools import collectives
 from tools.hlo import report
 
 _CUDNN = "jax._src.cudnn.fused_attention_stablehlo"  # it asks for the version of a library and for a GPU
@@ -72,9 +74,11 @@ def as_on_gpu():
         yield
 
 
-def program(args, sharding: MoESharding | None):
+def program(args, devices):
     """A jitted step or generation, and its arguments without values."""
-    config = config_of(args.model, args.layers, is_small=False)
+    config, sharding = config_of(args.model, args.layers, is_small=False), sharding_of(args, devices)
+    if args.run == "train":
+        return training_of(args, config, devices)
     options = options_of(args, args.run) | {"remat": args.remat, "unroll": args.unroll, "sharding": sharding}
     made = []  # what is no array, and so cannot be returned by the function that is only traced
 
@@ -84,45 +88,23 @@ def program(args, sharding: MoESharding | None):
             graphdef, state = nnx.split(model)
             made.append(graphdef)
             return (state,)
-        step, *state = make_step(model, nnx.LoRAParam if args.run == "lora" else nnx.Param, args.params == "masters")
+        step, *state = make_step(model, nnx.LoRAParam)
         made.append(step)
         return state
 
-    states = jax.eval_shape(make)
+    states, batch = placed(jax.eval_shape(make), devices, sharding), args.batch * args.fsdp * args.expert
     if args.run != "generate":
-        tokens = jax.ShapeDtypeStruct((args.batch, args.sequence + 1), jnp.int32)
-        return made[0], (*states, tokens)
-    prompt = jax.ShapeDtypeStruct((args.batch, args.prompt), jnp.int32)
+        return made[0], (*states, tokens_of(batch, args.sequence + 1, devices, sharding))
     generate = jax.jit(lambda state, prompt: jgg.models.generate(nnx.merge(made[0], state), prompt, args.new_tokens))
-    return generate, (*states, prompt)
-
-
-def placed(arguments, devices, sharding: MoESharding | None):
-    """The arguments on the devices: parameters and the optimizer's state as a model splits them."""
-
-    def put(path, array):
-        where = jax.sharding.SingleDeviceSharding(devices[0])
-        if sharding is not None:
-            names = tuple(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey))
-            where = sharding.named(jax.P())
-            if names and array.shape:
-                stacked = names[0].startswith(("layers", "dense_layers"))
-                where = place(names, array.shape, sharding, is_stacked=stacked)
-        return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=where)
-
-    return jax.tree_util.tree_map_with_path(put, arguments)
+    return generate, (*states, tokens_of(batch, args.prompt, devices, sharding))
 
 
 def compiled(args):
     """The program, compiled."""
-    devices = topology(args.pjrt, args.devices)
-    sharding = None
-    if args.devices > 1:
-        mesh = jax.sharding.Mesh(devices, (args.axis,), axis_types=(jax.sharding.AxisType.Auto,))
-        sharding = MoESharding(mesh, **{args.axis: args.axis})
+    devices = topology(args.pjrt, math.prod(getattr(args, axis) for axis in AXES))
     with as_on_gpu():
-        function, arguments = program(args, sharding)
-        lowered = function.lower(*placed(arguments, devices, sharding))
+        function, arguments = program(args, devices)
+        lowered = function.lower(*arguments)
         return lowered.compile(compiler_options=dict(args.option))
 
 
@@ -137,25 +119,16 @@ def make_parser() -> argparse.ArgumentParser:
         "python -m tools.compiled_step", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--pjrt", default=os.environ.get("JGG_PJRT"), help="folder with jax-cuda12-pjrt ($JGG_PJRT)")
-    parser.add_argument("--model", choices=CONFIGS, default="qwen3-30b-a3b", help="(%(default)s)")
+    add_model_options(parser)
     parser.add_argument("--run", choices=RUNS, default="lora", help="(%(default)s)")
     parser.add_argument("--experts", choices=EXPERTS, default="bfloat16", help="(%(default)s)")
-    parser.add_argument("--params", choices=PARAMS, default="bfloat16", help="as in benchmarks.models (%(default)s)")
-    parser.add_argument("--remat", choices=REMAT, default="names", help="as in Decoder (%(default)s)")
-    parser.add_argument("--axis", default="fsdp", help="the one of MoESharding that --devices are along (%(default)s)")
     for name, default, what in (
-        ("layers", None, "number of layers, if fewer than the model's"),
-        ("unroll", 1, "layers of an iteration of the scan"),
         ("rank", 16, "rank of the adapters"),
-        ("batch", 2, "sequences"),
-        ("sequence", 4096, "tokens of a sequence of a step"),
         ("prompt", 128, "tokens of a prompt of --run generate"),
         ("new-tokens", 64, "tokens generated after a prompt"),
-        ("devices", 1, "number of GPUs"),
         ("top", 6, "how many kernels of each kind are printed"),
     ):
-        default_text = "all" if default is None else default
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} ({default_text})")
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (%(default)s)")
     parser.add_argument(
         "--option",
         type=option,
@@ -164,7 +137,6 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="an option of XLA; cuBLAS computes XLA's products unless xla_gpu_enable_triton_gemm=true",
     )
-    parser.add_argument("--batch-invariant", action="store_true", help="as in Decoder")
     parser.add_argument("--hlo", type=Path, metavar="FILE", help="write the optimized program")
     return parser
 
@@ -178,6 +150,8 @@ def main():
     if args.hlo:
         args.hlo.write_text(result.as_text())
     print(report(result, args.top))
+    if any(getattr(args, axis) > 1 for axis in AXES):
+        print(collectives.report(result.as_text()))
 
 
 if __name__ == "__main__":

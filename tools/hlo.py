@@ -33,15 +33,21 @@ class Kernel:
     kind: str  # one of _KINDS, or "call"
     nbytes: int  # of its results, or of what it writes into a larger array
     op_name: str  # where it comes from
+    instruction: str = ""  # its name in the program
 
 
 @dataclasses.dataclass
 class Loop:
-    """A loop of the program, or the rest of it, and what one pass runs; `passes` are those of a whole step."""
+    """A loop of the program, or the rest of it, and what one pass runs; `passes` are those of a whole step.
+
+    `lines` are all instructions in the order in which they start, also those that launch nothing. For an asynchronous
+    one, that is the instruction which it starts, by the name of the start.
+    """
 
     name: str
     passes: int
     kernels: list[Kernel] = dataclasses.field(default_factory=list)
+    lines: list[str] = dataclasses.field(default_factory=list)
 
 
 def loops_of(text: str) -> list[Loop]:
@@ -105,6 +111,7 @@ class _Program:
         for line in self._computations[computation]:
             name, rest = _INSTRUCTION.match(line).groups()
             operation = _operation(rest)
+            loop.lines.append(self._started(line, name, operation, rest))
             if operation == "while":
                 trips = re.search(r'"known_trip_count":\{"n":"(\d+)"', rest)
                 inside = "" if loop is self.loops[0] else f" in {loop.name.split()[0]}"
@@ -117,7 +124,11 @@ class _Program:
                     for branch in called.split(", %"):
                         self._visit(branch, loop)
             elif operation not in _FREE and not operation.endswith("-done") and '"AllocateBuffer"' not in rest:
-                loop.kernels.append(self._kernel(name, operation, rest))
+                loop.kernels.append(dataclasses.replace(self._kernel(name, operation, rest), instruction=name))
+
+    def _started(self, line: str, name: str, operation: str, rest: str) -> str:
+        inner = self._computations.get(_called(rest), []) if operation == "async-start" else []
+        return f"  %{name} = {_INSTRUCTION.match(inner[-1])[2]}" if inner else line
 
     def _kernel(self, name: str, operation: str, rest: str) -> Kernel:
         inner = self._computations.get(_called(rest), [])

@@ -185,7 +185,7 @@ def gradients(
     return Matrix(dense=weight_gradient(linear, x, dy, routes), factors=factors)
 
 
-def weight_gradient(linear: Linear, x: jax.Array, dy: jax.Array, routes: Routes) -> jax.Array | None:
+def weight_gradient(linear: Linear, x: Rows, dy: jax.Array, routes: Routes) -> jax.Array | None:
     """Computes the gradient of dense weights; None for weights that are stored quantized."""
     if not linear.trains:
         return None
@@ -196,7 +196,7 @@ def weight_gradient(linear: Linear, x: jax.Array, dy: jax.Array, routes: Routes)
 
 def factor_gradients(
     linear: Linear,
-    x: jax.Array,
+    x: Rows,
     dy: jax.Array,
     matrix: Matrix,
     routes: Routes,
@@ -211,7 +211,7 @@ def factor_gradients(
     return Factors(da, gradient_of_b(linear, rows, dy, matrix.factors.b, routes))
 
 
-def gradient_of_a(linear: Linear, x: jax.Array, d_rows: jax.Array, a: jax.Array, routes: Routes) -> jax.Array:
+def gradient_of_a(linear: Linear, x: Rows, d_rows: jax.Array, a: jax.Array, routes: Routes) -> jax.Array:
     """Computes the gradient of a; d_rows are the rows dy @ b."""
     problem = linear.problem_of_a(a)
     return _of_matrix(linear, DW(linear.how_or_plain, _outer_operands(problem, x, d_rows, routes), problem=problem))
@@ -243,7 +243,7 @@ def _of_matrix[Arrays](linear: Linear, arrays: Arrays) -> Arrays:
     return jax.tree.map(lambda array: array[0], arrays) if linear.problem.is_dense else arrays
 
 
-def _outer_operands(problem: GroupedGemmProblem, x: jax.Array, dy: jax.Array, routes: Routes) -> Dw:
+def _outer_operands(problem: GroupedGemmProblem, x: Rows, dy: jax.Array, routes: Routes) -> Dw:
     reads_indices = problem.permute_x or problem.permute_y or problem.has_topk_weights
     return Dw(x, dy, routes.bounds, routes.gather_indices if reads_indices else None, routes.topk_weights)
 

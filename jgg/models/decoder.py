@@ -79,9 +79,9 @@ class Decoder(nnx.Module):
         sequences, whichever device that is. Gradients are no part of this. Without a GPU the option promises nothing.
         Models with recurrent layers refuse it.
       sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`,
-        sequences over `sharding.token_axes`. All other matrices are stored split over the fsdp axis, and each layer
-        gathers its own, in the forward and again in the backward pass; they are replicated along the other axes, also
-        along tensor, which splits the experts alone. Parameters are created already split.
+        sequences over `sharding.token_axes`. With an fsdp axis, all other matrices are stored split over it and the
+        expert axis, and each layer gathers its own, in the forward and again in the backward pass; they are replicated
+        along the other axes, also along tensor, which splits the experts alone. Parameters are created already split.
       rngs: random number generators; the stream "params" is used.
     """
 

@@ -31,18 +31,25 @@ def checked_sharding(sharding: MoESharding | None) -> MoESharding | None:
 def spec_of(path: tuple[str, ...], shape: tuple[int, ...], sharding: MoESharding) -> P:
     """The PartitionSpec of a parameter of one layer, or of one beside the layers.
 
-    Experts are split as `jgg.nnx.MoE` splits them. All else is split over the fsdp axis, along the first of the axes
-    that its devices divide, so that what they gather is in order; vectors, and matrices without such an axis, are whole
-    on each device.
+    Experts are split as `jgg.nnx.MoE` splits them. With an fsdp axis, all else is split over the devices along it and
+    along the expert axis, whose sequences differ; where these divide no axis of a matrix, over those along fsdp alone.
+    It is split along the first axis that the devices divide, so that what they gather is in order. Vectors, and
+    matrices without such an axis, are whole on each device.
     """
     experts = sharding.weight_specs("ekn")
     if "moe" in path and path[-1] in experts:
         return experts[path[-1]]
-    devices = sharding.size(sharding.fsdp)
-    axis = next((number for number, size in enumerate(shape) if size % devices == 0), None)
-    if sharding.fsdp is None or len(shape) < 2 or axis is None:
-        return P()
-    return P(*[None] * axis, sharding.fsdp)
+    for axes in _dense_axes(sharding) if len(shape) > 1 else ():
+        devices = sharding.size(*axes)
+        axis = next((number for number, size in enumerate(shape) if size % devices == 0), None)
+        if axis is not None:
+            return P(*[None] * axis, axes)
+    return P()
+
+
+def gathers(sharding: MoESharding | None) -> bool:
+    """Whether devices store parts of the matrices beside the experts, and gather them."""
+    return sharding is not None and sharding.fsdp is not None and sharding.size(sharding.fsdp, sharding.expert) > 1
 
 
 def place(
@@ -92,11 +99,11 @@ def split_init(
 
 
 def gathered(state: Any, sharding: MoESharding | None, dtype: DTypeLike) -> Any:
-    """The parameters of one layer, those that are split over the fsdp axis gathered, except for the experts'.
+    """The parameters of one layer, those that are split gathered, except for the experts'.
 
     Matrices are rounded to `dtype` before, which all products but the router's are computed in.
     """
-    if sharding is None or sharding.gather_axis is None:
+    if sharding is None or not gathers(sharding):
         return state
     experts = sharding.weight_specs("ekn")
 
@@ -120,6 +127,14 @@ def check_batch(tokens: jax.Array, sharding: MoESharding | None) -> None:
     """Raises unless the mesh can split tokens [B, S] along B."""
     if sharding is not None:
         sharding.check_divides("tokens", tokens.shape, sharding.token_spec)
+
+
+def _dense_axes(sharding: MoESharding) -> tuple[tuple[str, ...], ...]:
+    """The mesh axes over which matrices beside the experts may be split, the first choice first."""
+    if sharding.fsdp is None:
+        return ()
+    alone = (sharding.fsdp,)
+    return (alone,) if sharding.expert is None else ((sharding.fsdp, sharding.expert), alone)
 
 
 def _gather(array: jax.Array, stored: jax.NamedSharding) -> jax.Array:

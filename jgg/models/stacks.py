@@ -19,7 +19,7 @@ from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
 from jgg.models.layer import Layer, saved_names
 from jgg.models.parts import Options
-from jgg.models.placement import gathered, split, split_batch
+from jgg.models.placement import gathered, gathers, split, split_batch
 from jgg.models.plan import Period, StackPlan
 from jgg.models.rotary import Rotation, rotations
 from jgg.models.sandwich import SandwichLayer
@@ -308,7 +308,7 @@ def _rematerialized(
         options = dataclasses.replace(options, remat="attention")
     policy = jax.checkpoint_policies.save_only_these_names(*saved_names(options))
     if options.remat == "none":
-        is_gathered = options.sharding is not None and options.sharding.gather_axis is not None
+        is_gathered = gathers(options.sharding)
         if not is_sliced and not is_gathered:
             return layer
         again = ("custom_jvp_call", "dynamic_slice", "squeeze") * is_sliced

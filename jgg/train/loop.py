@@ -74,7 +74,7 @@ class Trainer:
             raise ValueError(f"model must have a variable of type {wrt.__name__} to train, got none")
         self._model, self._meter, self._lengths_of = model, Meter(model, wrt), lengths_of
         self._batch_sharding = batch_sharding
-        state, step = (params, optimizer.init(params)), _step_of(graphdef, optimizer, loss, accumulate)
+        state, step = (params, optimizer.init(params)), step_of(graphdef, optimizer, loss, accumulate)
         everywhere = _replicated(params)
         if everywhere is not None:  # the rest of an optimizer's state is split as the parameters are
             put = functools.partial(jax.make_array_from_process_local_data, everywhere)
@@ -161,7 +161,7 @@ def on_devices(batch: Batch, sharding: jax.sharding.Sharding) -> Batch:
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), batch)
 
 
-def _step_of(
+def step_of(
     graphdef: Any, optimizer: optax.GradientTransformation, loss: Callable[..., Any], accumulate: bool
 ) -> Callable[..., Any]:
     """The step: ((params, opt_state), frozen, batch) -> (the same after it, (loss, metrics)).

@@ -44,17 +44,20 @@ def next_token_loss(
     Returns:
       loss(model, batch) -> (loss, metrics). The loss, float32 [], is the sum of the targets' losses times their
       "weights", plus balance_weight times the balancing loss. The metrics are "loss", float32 [], without the balancing
-      loss, and "load", float32 [layers with experts], the rows of the fullest expert over the mean of all experts.
+      loss, "load", float32 [layers with experts], the rows of the fullest expert over the mean of all experts, and
+      "overflow", int32 [layers with experts], the rows that found no room in the buffers of a sharded layer.
     """
 
     def loss(model: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         call, is_real = nnx.capture(model.loss, nnx.Intermediate), batch["segments"] > 0
         segments = batch["segments"] if packed else None
         learned, sown = call(batch["tokens"], batch["targets"], segments, weights=batch["weights"], mask=is_real)
-        (balance,), (group_sizes,) = sown["load_balancing_loss"], sown["group_sizes"]
+        (balance,), (group_sizes,), (overflow,) = (
+            sown[name] for name in ("load_balancing_loss", "group_sizes", "overflow")
+        )
         sizes = group_sizes.astype(jnp.float32)
         load = jnp.max(sizes, axis=-1) / jnp.maximum(jnp.mean(sizes, axis=-1), 1e-9)
-        return learned + balance_weight * jnp.mean(balance), {"loss": learned, "load": load}
+        return learned + balance_weight * jnp.mean(balance), {"loss": learned, "load": load, "overflow": overflow}
 
     return loss
 

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -17,6 +18,7 @@ from jgg import tuning
 from jgg.cli import bench, demo
 from jgg.core.problem import DTYPES, W_LAYOUTS
 from jgg.core.quantized import E4M3
+from jgg.experts.exchange import EXCHANGES
 from jgg.launching import choice
 from jgg.measuring import workloads
 from jgg.models.parts import ALL_TARGETS, REMAT, TARGETS
@@ -97,6 +99,7 @@ def test_options_offer_what_jgg_has():
     assert targets.choices == ALL_TARGETS and tuple(targets.default) == TARGETS
     assert option("finetune", "--remat").choices == option("train", "--remat").choices == REMAT
     assert option("finetune", "--log-to").choices == TRACKERS
+    assert option("train", "--exchange").choices == option("evaluate", "--exchange").choices == tuple(EXCHANGES)
 
 
 def options_of(kind):
@@ -122,6 +125,15 @@ def test_every_number_has_a_type_that_says_its_bounds():
     counts = options_of(types.positive_int)
     assert ("demo", "--steps") in counts and ("tune", "--workers") in counts
     assert options_of(types.seed)[:2] == [("demo", "--seed"), ("bench", "--seed")]
+
+
+def test_a_value_may_be_two_dashes(capsys):
+    args = parser.parse("", ["generate", "m", "--prompt=--", "--stop=--", "--stop", "x"])
+    assert (args.prompt, args.stop) == ("--", ["--", "x"])
+    assert parser.parse("", ["evaluate", "m", "--data=--"]).data == [Path("--")]
+    with pytest.raises(SystemExit):
+        parser.parse("", ["generate", "m", "--max-new-tokens=--"])
+    assert "--max-new-tokens: must be a whole number, got '--'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -323,9 +323,11 @@ def test_the_rate_rises_and_falls():
 def test_a_batch_is_what_devices_split(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 6)
     monkeypatch.setattr(jax, "make_mesh", lambda *_, **__: None)
-    monkeypatch.setattr(devices, "MoESharding", lambda *_, **__: "split")
-    args = argparse.Namespace(fsdp=None, expert=2, batch_size=None)
-    assert devices.sharding_of(args) == "split" and (args.fsdp, args.batch_size) == (3, 6)
+    monkeypatch.setattr(devices, "MoESharding", lambda _, **options: options)
+    own = {"exchange": "ragged_all_to_all", "buffer_factor": 1.5}
+    args = argparse.Namespace(fsdp=None, expert=2, batch_size=None, **own)
+    assert devices.sharding_of(args) == {"fsdp": "fsdp", "expert": "expert"} | own
+    assert (args.fsdp, args.batch_size) == (3, 6)
     args.batch_size = 4
     with pytest.raises(UsageError, match="--batch-size must be a multiple of 6, the number of devices, got 4"):
         devices.sharding_of(args)

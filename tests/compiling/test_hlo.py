@@ -1,4 +1,4 @@
-"""What `tools.hlo` reads of compiled programs, and the options of `tools.compiled_step`."""
+"""What `tools.hlo` and `tools.collectives` read of compiled programs, and the options of `tools.compiled_step`."""
 
 from pathlib import Path
 
@@ -7,12 +7,42 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks.models import RUNS, options_of
-from tools import compiled_step
+from tools import collectives, compiled_step
+from tools.collectives import Collective
 from tools.hlo import loops_of
 
 # As XLA writes for a GPU: a fusion that hands a Triton kernel a slice, an asynchronous slice, a slice into a stack, and
 # a fill. The kernel's code is `.entry my_kernel(`, compressed.
 GPU_PROGRAM = (Path(__file__).parents[1] / "data" / "gpu_program.txt").read_text()
+# The same for two GPUs: a gather beside a product, and an exchange beside nothing.
+COLLECTIVES = """
+%async_computation (p: bf16[2,8]) -> bf16[2,8] {
+  %p = bf16[2,8]{1,0} parameter(0)
+  ROOT %all-to-all.1 = bf16[2,8]{1,0} all-to-all(%p), replica_groups={{0,1}}, dimensions={0}
+}
+
+ENTRY %main (x: bf16[2,8], w: bf16[4,8]) -> bf16[2,8] {
+  %x = bf16[2,8]{1,0} parameter(0)
+  %w = bf16[4,8]{1,0} parameter(1)
+  %gather = ((bf16[4,8]{1,0}), bf16[8,8]{1,0}) all-gather-start(%w), replica_groups={{0,1}}, dimensions={0}
+  %product.1 = (bf16[2,8]{1,0}, s8[64]{0}) custom-call(%x), custom_call_target="__cublas$lt$matmul"
+  %gathered = bf16[8,8]{1,0} all-gather-done(%gather)
+  %first = bf16[2,8]{1,0} get-tuple-element(%product.1), index=0
+  %product.2 = (bf16[2,8]{1,0}, s8[64]{0}) custom-call(%first, %gathered), custom_call_target="__cublas$lt$matmul"
+  %second = bf16[2,8]{1,0} get-tuple-element(%product.2), index=0
+  %exchange = ((bf16[2,8]{1,0}), bf16[2,8]{1,0}) async-start(%second), calls=%async_computation
+  ROOT %exchanged = bf16[2,8]{1,0} async-done(%exchange)
+}
+"""
+
+
+def test_collectives_and_what_runs_beside_them():
+    (outside,) = loops_of(COLLECTIVES)
+    assert collectives.collectives_of(outside) == [
+        Collective("all-gather", 8 * 8 * 2 / 2, ("__cublas$lt$matmul",)),
+        Collective("all-to-all", 2 * 8 * 2 / 2, ()),
+    ]
+    assert "all-gather: 0.0 MB, beside 1 x __cublas$lt$matmul" in collectives.report(COLLECTIVES)
 
 
 def test_kernels_of_a_program_for_a_gpu():

@@ -32,12 +32,13 @@ def test_every_strategy_on_eight_devices(which):
 def test_all_but_experts_is_split_along_the_first_axis_that_divides():
     sharding = MoESharding(abstract_mesh(), fsdp="b", expert="a")
     shapes = {
-        ("attention", "w_q"): ((32, 48), jax.P("b")),
-        ("attention", "w_k"): ((42, 32), jax.P(None, "b")),
+        ("attention", "w_q"): ((32, 48), jax.P(("b", "a"))),
+        ("attention", "w_k"): ((42, 32), jax.P(None, ("b", "a"))),
+        ("attention", "w_z"): ((42, 36), jax.P(None, "b")),
         ("attention", "w_o"): ((30, 42), jax.P()),
-        ("mlp", "w_down"): ((24, 32), jax.P("b")),
+        ("mlp", "w_down"): ((24, 32), jax.P(("b", "a"))),
         ("attention_norm",): ((32,), jax.P()),
-        ("moe", "w_router"): ((32, 4), jax.P("b")),
+        ("moe", "w_router"): ((32, 4), jax.P(("b", "a"))),
         ("moe", "w_down"): ((8, 8, 32), jax.P(("a", "b"), None, None)),
     }
     for path, (shape, expected) in shapes.items():

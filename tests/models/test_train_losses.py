@@ -40,6 +40,7 @@ class Model(nnx.Module):
     def loss(self, tokens, targets, segments, *, weights, mask):
         count = jnp.sum(mask, dtype=jnp.int32)
         self.sow(nnx.Intermediate, "load_balancing_loss", self.w[...] * count.astype(jnp.float32)[None])
+        self.sow(nnx.Intermediate, "overflow", count[None])
         self.sow(nnx.Intermediate, "group_sizes", jnp.stack([count, jnp.zeros_like(count)])[None])
         return jnp.sum(self.w[...] * weights)
 
@@ -53,6 +54,7 @@ def test_what_counts_in_the_loss():
     np.testing.assert_allclose(metrics["loss"], 3.0, rtol=1e-6)
     np.testing.assert_allclose(total, 3.0 + 0.1 * 3 * 4, rtol=1e-6)
     np.testing.assert_allclose(metrics["load"], [2.0])
+    np.testing.assert_array_equal(metrics["overflow"], [4])
 
 
 def batches_of(vocabulary):

@@ -57,7 +57,7 @@ def split_of(args) -> MoESharding | None:
         return None
     shape = args.fsdp, args.expert
     mesh = jax.make_mesh(shape, ("fsdp", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    return MoESharding(mesh, fsdp="fsdp", expert="expert")
+    return MoESharding(mesh, fsdp="fsdp", expert="expert", exchange=args.exchange, buffer_factor=args.buffer_factor)
 
 
 def in_words(args) -> str:

@@ -156,6 +156,7 @@ def _measured(run: Run, record: jgg.train.Record, trainer: jgg.train.Trainer) ->
         "learning_rate": float(np.asarray(run.schedule(record.step - 1))),
         "epoch": record.step * args.batch_size * args.accumulate / data.batches.num_sequences,
         "expert_load": float(np.max(record.metrics["load"][-1])),
+        "expert_overflow": float(np.sum(record.metrics["overflow"][-1])),
         "tokens_per_second": speed.tokens_per_second,
         "mfu": speed.mfu,
         "peak_memory_bytes": speed.peak_memory,

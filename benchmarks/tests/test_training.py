@@ -1,0 +1,100 @@
+"""Steps of whole models on several devices: forced choices, what is sent, times in a trace, and predictions."""
+
+import argparse
+import csv
+import json
+import os
+
+import jax
+import numpy as np
+import pytest
+
+from benchmarks import links, traces, training
+from benchmarks.model_configs import config_of
+from benchmarks.strategies import Strategy
+from jgg.cli.options import UsageError
+from jgg.measuring.workloads import Layer
+from tests.support import processes
+
+# T 4, H 8, I 16, E 4, k 2 in 2 bytes: tokens have 64 bytes, weights 3 * 4 * 8 * 16 * 2 = 3,072
+TINY = Layer("tiny", tokens=4, hidden=8, expert_intermediate=16, experts=4, topk=2)
+# bytes that each of two devices sends, by hand
+SENT = {
+    Strategy(replicas=2): 2 * 3072 / 2,
+    Strategy(replicas=2, fsdp=True): 3 * 3072 / 2,
+    Strategy(expert=2): 4 * 64,
+    Strategy(expert=2, exchange="ragged_all_to_all"): 4 * 2 * 64 / 2,
+    Strategy(tensor=2): 4 * 64,
+    Strategy(expert=2, replicas=2): 4 * 64 + 2 * 3072 / 2 / 2,
+}
+
+
+def options(*given):
+    parser = argparse.ArgumentParser()
+    training.add_model_options(parser)
+    return parser.parse_args(given)
+
+
+def test_balanced_choices_are_even_and_on_all_devices():
+    config = config_of("qwen3-30b-a3b", 3, is_small=False)
+    choices = np.asarray(training.balanced_choices(config, (2, 64)))
+    assert choices.shape == (3, 2, 64, 8)
+    np.testing.assert_array_equal(np.bincount(choices[1].ravel(), minlength=128), np.full(128, 8))
+    assert (np.sort(choices // 16, axis=-1) == np.arange(8)).all()  # of 8 devices
+
+
+def test_what_devices_cannot_split_is_refused():
+    with pytest.raises(UsageError, match=r"must split the 1 devices, got \(1, 4, 1\)"):
+        training.sharding_of(options("--expert", "4"), jax.devices()[:1])
+
+
+@pytest.mark.parametrize("strategy", SENT, ids=str)
+def test_bytes_that_a_layer_sends(strategy):
+    assert links.predict_layer(TINY, strategy, 1.0).sent == SENT[strategy]
+
+
+def test_predictions_are_near_what_was_measured():
+    with links.ROWS.open() as file:
+        rows = [row for row in csv.DictReader(file) if row["strategy"] != "fsdp"]  # fsdp's are of other code
+    predicted = {cells[:3]: cells for cells in links.layer_table()}
+    for row in rows:
+        cells = predicted[row["gpu"], int(row["gpus"]), row["strategy"]]
+        assert float(cells[3]) == pytest.approx(float(row["mb_sent"]), rel=0.02), cells
+        assert float(cells[4]) == pytest.approx(float(row["ms"]), rel=0.15), cells
+
+
+def test_bytes_and_flops_of_a_step():
+    config = config_of("qwen3-30b-a3b", 2, is_small=True)  # V 256, H 64, I 32, E 8, k 2; 4 heads of 16, 2 of them k, v
+    of_layer = 64 * 64 * 2 + 2 * 64 * 32 + 64 * 8 + 2 * 64 + 2 * 16
+    step = links.step_of(options("--expert", "4", "--fsdp", "2", "--sequence", "16"), config)
+    experts, tokens = 2 * 3 * 8 * 64 * 32, 2 * 16 * 64 * 2 * 2
+    assert step.sent == {
+        "exchange": 5 * 3 * tokens,
+        "experts": 3 / 2 * experts / 4 * 2,
+        "other matrices of layers": 3 * 7 / 8 * (2 * of_layer + 64) * 2,
+        "embedding and head": 2 * 7 / 8 * 2 * 256 * 64 * 2,
+    }
+    assert step.trained == (experts + 2 * of_layer + 64 + 2 * 256 * 64) / 8
+    matrices = 2 * (64 * 64 * 2 + 2 * 64 * 32 + 64 * 8 + 3 * 2 * 64 * 32) + 256 * 64
+    pairs = 16 * 17 / 2
+    assert step.flops == 2 * (6 * 16 * matrices + 12 * pairs * 4 * 16 * 2)
+
+
+def test_times_of_a_trace():
+    events = [("multiply", 0, 10), ("ncclDevKernel_AllGather_RING_LL", 5, 20), ("add", 18, 22), ("multiply", 30, 34)]
+    assert traces.times_of(events) == (34, 15, 22 + 4 - (10 + 4 + 4), 8)
+
+
+def test_steps_on_eight_devices(tmp_path):
+    """All that is printed, and planned, on CPU devices."""
+    path = tmp_path / "found.json"
+    given = ["--expert", "4", "--fsdp", "2", "--balanced", "--buffer-factor", "1", "--steps", "2", "--json", str(path)]
+    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    process = processes.start("-m", "benchmarks.training", *given, JAX_PLATFORMS="cpu", XLA_FLAGS=flags)
+    output, errors = process.communicate(timeout=500)
+    assert process.returncode == 0, errors
+    found = json.loads(path.read_text())
+    assert (found["num_devices"], found["load"], found["overflow"]) == (8, 1.0, 0)
+    assert found["speed"]["tokens"] == 2 * 2 * 8 * 64
+    assert found["loss"] == pytest.approx(np.log(256), rel=0.1)
+    assert "each device needs" in output

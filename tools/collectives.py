@@ -1,0 +1,62 @@
+"""Reads the collectives of XLA's optimized programs: the bytes that a device sends, and the kernels beside them."""
+
+import collections
+import dataclasses
+import re
+
+from benchmarks.scale import bytes_sent
+from tools.hlo import Loop, loops_of
+
+_COLLECTIVE = re.compile(
+    r"^  (?:ROOT )?%(\S+) = .*? "
+    r"(all-gather|all-reduce|reduce-scatter|ragged-all-to-all|all-to-all|collective-permute)(-start)?\("
+)
+_DONE = re.compile(r" (?:[a-z-]+)-done\(%([\w.-]+)\)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective of a loop.
+
+    Attributes:
+      kind: such as "all-gather".
+      bytes_sent: by each device in one pass, as `benchmarks.scale.bytes_sent` counts; 0 for a ragged exchange.
+      beside: names of the kernels that start after it does and before its result is waited for.
+    """
+
+    kind: str
+    bytes_sent: float
+    beside: tuple[str, ...]
+
+
+def collectives_of(loop: Loop) -> list[Collective]:
+    """The collectives of a loop, in the order in which they start."""
+    kernels = {kernel.instruction: kernel.name for kernel in loop.kernels if kernel.kind == "call"}
+    ends = {found[1]: number for number, line in enumerate(loop.lines) if (found := _DONE.search(line))}
+    results = []
+    for number, line in enumerate(loop.lines):
+        if found := _COLLECTIVE.match(line):
+            end = ends.get(found[1], number)
+            names = (_name(inner) for inner in loop.lines[number + 1 : end] if not _COLLECTIVE.match(inner))
+            beside = tuple(kernels[name] for name in names if name in kernels)
+            results.append(Collective(found[2], bytes_sent(line), beside))
+    return results
+
+
+def report(text: str) -> str:
+    """For each loop its collectives, and what each device sends in a step."""
+    lines, total = [], 0.0
+    for loop in loops_of(text):
+        found = collectives_of(loop)
+        of_step = loop.passes * sum(each.bytes_sent for each in found)
+        total += of_step
+        if found:
+            lines += ["", f"{loop.name}: {loop.passes} x {len(found)} collectives, {of_step / 1e9:.2f} GB sent"]
+        for each in found:
+            beside = ", ".join(f"{count} x {name}" for name, count in collections.Counter(each.beside).items())
+            lines.append(f"  {each.kind}: {each.bytes_sent / 1e6:.1f} MB, beside {beside or 'nothing'}")
+    return "\n".join([f"each device sends {total / 1e9:.2f} GB in a step", *lines])
+
+
+def _name(line: str) -> str:
+    return line.partition(" = ")[0].split("%")[-1]
