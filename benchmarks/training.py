@@ -223,6 +223,7 @@ def measure(args, config: jgg.models.ModelConfig) -> Measured:
     speed = meter.read()
     if not math.isfinite(loss):
         raise FloatingPointError(f"the loss is {loss}")
+    print(f"{args.steps} steps: {speed}", flush=True)  # in case the profiler fails
     shares = None
     if args.trace is not None:
         with jax.profiler.trace(str(args.trace)):
