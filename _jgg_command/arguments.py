@@ -5,7 +5,7 @@ import math
 import os
 import tempfile
 from collections.abc import Callable
-from typing import NoReturn
+from typing import Any, NoReturn
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
@@ -78,6 +78,14 @@ class Parser(argparse.ArgumentParser):
         self.alternatives: tuple[tuple[str, ...], ...] = ()
         self.where = ""
         super().__init__(*args, **{"allow_abbrev": False} | settings)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        """The value of an argument; older Pythons take the "--" of --option=-- for the end of all options."""
+        if action.option_strings and arg_strings == ["--"]:
+            value = self._get_value(action, "--")
+            self._check_value(action, value)
+            return value if action.nargs is None else [value]
+        return super()._get_values(action, arg_strings)
 
     def error(self, message: str) -> NoReturn:
         """Ends the process."""

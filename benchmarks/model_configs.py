@@ -122,8 +122,9 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
     },
 }
+_NOT_IN_MXFP4 = "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
 _SMALL = {
-    "vocab_size": 256,
+    "vocab_size": 512,
     "hidden_size": 64,
     "intermediate_size": 32,
     "moe_intermediate_size": 32,
@@ -150,8 +151,11 @@ _SMALL = {
 _SMALL_LAYERS = {"qwen3.5-35b-a3b": 4, "gemma-4-26b-a4b": 6}
 
 
-def config_of(name: str, num_layers: int | None, is_small: bool) -> jgg.models.ModelConfig:
-    """A model's config, with fewer layers if that is asked for; small, it has the same keys with small sizes."""
+def config_of(name: str, num_layers: int | None, is_small: bool, has_mxfp4: bool = False) -> jgg.models.ModelConfig:
+    """A model's config, with fewer layers if that is asked for; small, it has the same keys with small sizes.
+
+    With `has_mxfp4` it says that the experts are stored in MXFP4, as gpt-oss's folders say.
+    """
     config = dict(CONFIGS[name])
     if is_small:
         config |= {key: size for key, size in _SMALL.items() if key in config}
@@ -160,4 +164,6 @@ def config_of(name: str, num_layers: int | None, is_small: bool) -> jgg.models.M
         config["num_hidden_layers"] = num_layers
     if "layer_types" in config:
         config["layer_types"] = config["layer_types"][: config["num_hidden_layers"]]
+    if has_mxfp4:
+        config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": list(_NOT_IN_MXFP4)}
     return jgg.models.model_config(config)

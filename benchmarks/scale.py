@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jgg
 from _jgg_command.arguments import positive_float, positive_int
 from _jgg_command.options import add_shared
 from benchmarks.strategies import FAMILIES, Strategy, choose_strategies, powers_of_two
@@ -35,7 +36,7 @@ from jgg.measuring.timing import median_seconds
 from jgg.measuring.workloads import Layer
 from jgg.sharding import MoESharding
 
-MAX_ERROR = {"bfloat16": 0.03, "float32": 1e-2}  # float32 may be multiplied in TF32
+MAX_ERROR = {"bfloat16": 0.03, "float32": 1e-2, "fp8": 0.03}  # float32 may be multiplied in TF32
 REPEATS = 7
 _ITEM_BYTES = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "s64": 8, "f64": 8}
 _COLLECTIVE = re.compile(
@@ -81,7 +82,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     one = {"help": "a layer that jgg knows, by its name (default: the first; without a GPU, a smaller one)"}
     add_shared(parser, "shapes", "json", layer=one, out={"default": "jgg-scale"})
-    dtype = {"choices": tuple(MAX_ERROR), "help": "dtype of the computation (default: bfloat16 on a GPU, else float32)"}
+    what = "dtype of the computation; fp8 is bfloat16 with jgg.Fp8 (default: bfloat16 on a GPU, else float32)"
+    dtype = {"choices": tuple(MAX_ERROR), "help": what}
     add_shared(parser, dtype=dtype)
     parser.add_argument("--tokens", type=positive_int, help="tokens of each device (default: the layer's)")
     parser.add_argument("--devices", type=positive_int, help="the largest number of devices (default: all)")
@@ -176,15 +178,18 @@ def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10)
     """Times a step on the first devices that JAX sees, with `layer.tokens` tokens on each.
 
     Args:
-      dtype: dtype of the computation and of the experts' weights.
+      dtype: dtype of the computation and of the experts' weights; "fp8" is bfloat16 with `jgg.Fp8`.
       steps: number of steps in a repeat; they run one after the other without waiting for the host.
     """
-    module = MoELayer(layer.hidden, layer.expert_intermediate, layer.experts, layer.topk, interleaved=True)
-    sharding = _sharding(strategy)
+    quantization = jgg.Fp8() if dtype == "fp8" else None
+    # FP8 is fastest with gate and up side by side
+    interleaved = quantization is None or strategy.tensor > 1
+    module = MoELayer(layer.hidden, layer.expert_intermediate, layer.experts, layer.topk, interleaved=interleaved)
+    sharding, dtype = _sharding(strategy), dtype if quantization is None else "bfloat16"
     params, x, dy = _data(module, sharding, layer.tokens * strategy.devices, dtype)
 
     def loss(params, x):
-        y, metrics = module.apply(params, x, sharding=sharding)
+        y, metrics = module.apply(params, x, sharding=sharding, quantization=quantization)
         return _sum_of_products(y, dy, sharding), (y, metrics)
 
     program = jax.jit(jax.grad(loss, (0, 1), has_aux=True)).lower(params, x).compile()
@@ -201,10 +206,10 @@ def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10)
         strategy=strategy,
         seconds=median_seconds(run, REPEATS)[0] / steps,
         tokens=len(x),
-        moved=bytes_sent(str(program.as_text())) + _bytes_of_ragged_exchange(layer, strategy, dtype),
+        moved=bytes_sent(str(program.as_text())) + _bytes_of_ragged_exchange(layer, strategy, dtype, quantization),
         overflow=int(metrics.overflow),
         load=float(rows.max() / rows.mean()),
-        error=_error(module, params, x, y, layer.tokens),
+        error=_error(functools.partial(module.apply, quantization=quantization), params, x, y, layer.tokens),
     )
 
 
@@ -252,20 +257,29 @@ def _sum_of_products(y, dy, sharding):
     return map_tokens(on_device, sharding, {"y": y, "dy": dy}, {}, jax.P())
 
 
-def _error(module, params, x, y, tokens):
+def _error(apply, params, x, y, tokens):
     """Compares the first tokens of y with the same layer on one device; see `StrategyRow.error`."""
     here = jax.devices()[0]
     params, x, y = jax.device_put((params, x[:tokens], y[:tokens]), here)
-    want = jax.jit(module.apply)(params, x)[0].astype(jnp.float32)
+    want = jax.jit(apply)(params, x)[0].astype(jnp.float32)
     return float(jnp.linalg.norm(y.astype(jnp.float32) - want) / jnp.linalg.norm(want))
 
 
-def _bytes_of_ragged_exchange(layer, strategy, dtype):
-    """Bytes that a device sends if rows are routed evenly: to the experts and back, in forward and in backward."""
+def _bytes_of_ragged_exchange(layer, strategy, dtype, quantization):
+    """Bytes that a device sends if rows are routed evenly: to the experts and back, in forward and in backward.
+
+    With room for all tokens, a token goes once to each other device that has experts of its k different random choices.
+    """
     if strategy.exchange != "ragged_all_to_all":
         return 0.0
-    row_bytes = layer.hidden * jnp.dtype(dtype).itemsize
-    return 4 * layer.tokens * layer.topk * row_bytes * (1 - 1 / strategy.expert)
+    rows = layer.topk * (1 - 1 / strategy.expert)
+    if strategy.expert <= strategy.buffer_factor * layer.topk:
+        others = layer.experts - layer.experts // strategy.expert
+        nothing = math.comb(others, layer.topk) / math.comb(layer.experts, layer.topk)
+        rows = (strategy.expert - 1) * (1 - nothing)
+    back = layer.hidden * jnp.dtype(dtype).itemsize
+    there = back if quantization is None else layer.hidden + 4 * math.ceil(layer.hidden / 128)  # and scales
+    return 2 * layer.tokens * rows * (there + back)
 
 
 def bytes_sent(hlo: str) -> float:

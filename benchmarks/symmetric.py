@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.peers import TorchProduct, to_torch, why_not
-from jgg.configs.heuristic import hopper_config
 from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.linear import symmetric
 from jgg.measuring.timing import FAILED, Measurement, Reference, first_line
@@ -98,9 +97,6 @@ def configs(case: Case, tries_more: bool) -> dict[str, KernelConfigForward | Non
     found: dict[str, KernelConfigForward | None] = {"kernels": None}
     if case.product == "apply":
         return found
-    hopper = hopper_config(KernelConfigForward, "enk")
-    assert isinstance(hopper, KernelConfigForward)
-    found["hopper"] = hopper
     for rows, columns, warps, programs in _TILES if tries_more else ():
         found[f"{rows}x{columns}, {warps} warps, {programs} an SM"] = KernelConfigForward(
             block_m=rows, block_n=columns, num_warps=warps, num_stages=3, programs_per_sm=programs

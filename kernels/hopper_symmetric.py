@@ -1,9 +1,9 @@
 """The kernel of a symmetric product for sm_90: the roles, the ring and the pipeline of `hopper`, which explains them.
 
 A cluster computes a block [256, 256] on or below the diagonal, 128 rows in each of its two CTAs. It is stored in parts
-[64, 64]: those below the diagonal twice, straight and transposed at their mirror image, those on it once, and those
-above it not. So the result is symmetric to the last bit except within those on the diagonal. TMA leaves out what lies
-past the last row or column of a matrix.
+[64, 64]: those below the diagonal twice, straight and transposed at their mirror image, those on it once, with their
+elements below the diagonal at both places, and those above it not. So the result is symmetric to the last bit. TMA
+leaves out what lies past the last row or column of a matrix.
 
 The matrix that is added comes through the ring too. After the steps that multiply come PARTS more, each with a part of
 the tile, [64, 64] for each multiplying warpgroup, in the place of left's blocks: so its loads are under way while the
@@ -17,7 +17,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .hopper import as_matrices, multiply_tile
 from .hopper_blocks import WARPGROUP_ROWS, make_ring, skip_tile
-from .hopper_results import PARTS, TILE_ROWS, matrix_layout, part_of, split_parts
+from .hopper_results import PARTS, TILE_ROWS, matrix_layout, part_of, split_columns, split_parts
 
 
 @gluon.aggregate
@@ -96,8 +96,28 @@ class Result:
         block.reinterpret(self.descriptor.dtype, value.shape, layout).store(value)
 
     @gluon.jit
+    def mirror(self, warpgroup, value):
+        """Writes elements of a part on the diagonal above it too; the part and its transpose are in their blocks."""
+        layout: gl.constexpr = matrix_layout(self.descriptor.layout, False)
+        straight = self.blocks.index(2 * warpgroup).reinterpret(self.descriptor.dtype, value.shape, layout)
+        mirrored = self.blocks.index(2 * warpgroup + 1).reinterpret(self.descriptor.dtype, value.shape, layout)
+        HALF: gl.constexpr = value.shape[1] // 2
+        left, right = split_columns(value)
+        straight.slice(0, HALF, 1).store(lower_half(left, mirrored.slice(0, HALF, 1), 0))
+        straight.slice(HALF, HALF, 1).store(lower_half(right, mirrored.slice(HALF, HALF, 1), HALF))
+
+    @gluon.jit
     def store(self, warpgroup, group, row, column, TRANSPOSED: gl.constexpr):
         tma.async_store(self.descriptor, [group, row, column], self.blocks.index(2 * warpgroup + TRANSPOSED))
+
+
+@gluon.jit
+def lower_half(value, mirrored, FIRST: gl.constexpr):
+    """Columns of a part, from FIRST on, on and below the diagonal, and those of its transpose above."""
+    layout: gl.constexpr = value.type.layout
+    rows = gl.arange(0, value.shape[0], gl.SliceLayout(1, layout)) % WARPGROUP_ROWS  # the other CTA has as many
+    columns = FIRST + gl.arange(0, value.shape[1], gl.SliceLayout(0, layout))
+    return gl.where(rows[:, None] >= columns[None, :], value, mirrored.load(layout))
 
 
 @gluon.jit
@@ -129,9 +149,12 @@ class Pending:
         value = part_of(self, PART)
         tma.store_wait(0)
         gl.barrier()
+        column = self.column + PART * value.shape[1]
         result.fill(warpgroup, value, False)
         result.fill(warpgroup, value, True)
-        column = self.column + PART * value.shape[1]
+        if column == self.row:
+            gl.barrier()
+            result.mirror(warpgroup, value)
         fence_async_shared()
         gl.barrier()
         # TMA adds the number of this CTA's first row in the tensor [TILE_ROWS, ...] to the coordinate

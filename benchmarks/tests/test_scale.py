@@ -21,8 +21,8 @@ SENT = {
     "fsdp 2": 3 * WEIGHTS / 2,
     # tokens and their results, in both passes
     "expert 2 by all_gather": 4 * TOKENS,
-    # each token's two rows and their results, in both passes; half of the rows stay
-    "expert 2 by ragged_all_to_all": 4 * 2 * TOKENS / 2,
+    # in both passes, tokens that chose one of the other device's four experts, and their results
+    "expert 2 by ragged_all_to_all": 4 * TOKENS * (1 - (4 / 8) * (3 / 7)),
     # y and dx of both devices' tokens, half of which each device has summed, and then gathered
     "tensor 2": 2 * 2 * 2 * TOKENS / 2,
 }

@@ -24,12 +24,16 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence], texts: Collec
         table.add_column(heading, justify="left" if heading in texts else "right")
     for row in rows:
         table.add_row(*map(str, row))
-    Console(width=10_000, markup=False, emoji=False, highlight=False).print(table)
+    console = Console(width=10_000, markup=False, emoji=False, highlight=False, force_terminal=sys.stdout.isatty())
+    console.print(table)
 
 
 @contextlib.contextmanager
 def progress(total: int, quiet: bool = False) -> Iterator[Callable]:
-    """Shows a progress bar on stderr; yields tell(text, steps=0), which shows text and advances the bar by steps."""
+    """Shows a progress bar on stderr, if that is a terminal.
+
+    Yields tell(text, steps=0), which shows text and advances the bar by steps.
+    """
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Column
@@ -44,7 +48,7 @@ def progress(total: int, quiet: bool = False) -> Iterator[Callable]:
         *columns,
         console=console,
         auto_refresh=False,
-        disable=quiet,
+        disable=quiet or not sys.stderr.isatty(),  # rich takes FORCE_COLOR, which notebooks set, for a terminal
         redirect_stdout=sys.stdout.isatty(),
     )
     with bar:

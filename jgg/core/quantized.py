@@ -232,8 +232,8 @@ def as_bits(array: Any) -> jax.Array:
 
 
 def from_bits(bits: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The array of the FP8 dtype `dtype` whose bits `as_bits` returned."""
-    return jax.lax.bitcast_convert_type(bits, dtype)
+    """The array of the dtype `dtype` for which `as_bits` returned `bits`."""
+    return bits if bits.dtype == dtype else jax.lax.bitcast_convert_type(bits, dtype)
 
 
 def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, ...]:

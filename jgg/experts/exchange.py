@@ -1,276 +1,231 @@
-"""Sends tokens to the devices that hold their experts, and results back, inside `jax.shard_map`, in two ways.
+"""Sends rows to the devices that hold their experts, and results back, inside `jax.shard_map`, in two ways.
 
-Both functions take the device's own tokens and a function `mlp`, and give the same result. `mlp` maps tokens, and their
-Routing among this device's experts, to the sum of each token's rows. The buffer of every device has room for R rows,
-`Placement.capacity`. Rows that find no room, which are rows of a device's last experts, are counted and add nothing.
+Both functions take the device's own tokens and their choices, and return an Arrival: an Exchange, which sends rows
+there and adds up what comes back, and the rows that arrive, with their Routing among this device's experts. Both ways
+give the same result. The buffer of every device has room for R rows, `Placement.capacity`. Rows that find no room,
+which are rows of a device's last experts, are counted and add nothing.
 """
 
+import dataclasses
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jgg.core.manual_axes import vary_over, varying_axes
+from jgg.core.quantized import as_bits, from_bits
 from jgg.core.schedule import group_bounds, group_of_rows, guarded, inverse_permutation
+from jgg.experts.moves import Moves, Placement, Plan, Way, move, plan_moves
 from jgg.experts.sums import sum_scatter
 from jgg.launching.choice import How
-from jgg.products.buffer import BUFFER, Buffer
+from jgg.primitives.barrier import barrier
 from jgg.products.combine import COMBINE, Combine
 from jgg.router.routing import Routing, compute_order
 
-OfExperts = Callable[[jax.Array, Routing], jax.Array]
-_RUNS = 1024  # runs that a device sends within a machine, beside those that start at an expert
 
+class Exchange(Protocol):
+    """A way between a device's own tokens [T, H] and the rows that the MLPs of its experts take; a pytree.
 
-class Placement(NamedTuple):
-    """Where the experts are.
-
-    Attributes:
-      axis: mesh axis over which the experts are split, in order.
-      num_experts: experts of each device.
-      capacity: R, rows that a device has room for.
+    The two functions are linear, and each is the other's transpose.
     """
 
-    axis: str
-    num_experts: int
-    capacity: int
+    @property
+    def num_devices(self) -> int:
+        """The number of devices between which rows are sent."""
+        ...
+
+    def there(self, rows: jax.Array) -> jax.Array:
+        """The rows of all devices that come here, of any dtype, for this device's [T, N]."""
+        ...
+
+    def back(self, rows: jax.Array) -> jax.Array:
+        """The sums [T, N] of this device's tokens, for rows in the order in which `there` returns them."""
+        ...
 
 
-def by_all_gather(
-    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, mlp: OfExperts, placement: Placement, how: How
-) -> tuple[jax.Array, jax.Array]:
+class Arrival(NamedTuple):
+    """What arrives at a device.
+
+    Attributes:
+      exchange: the way of the rows.
+      rows: `exchange.there(x)`.
+      routing: of the rows that arrive, among this device's experts.
+      overflow: int32, how many rows of all tokens found no room on this device.
+    """
+
+    exchange: Exchange
+    rows: jax.Array
+    routing: Routing
+    overflow: jax.Array
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["axis"])
+@dataclasses.dataclass(frozen=True)
+class AllGather:
     """Every device gets all tokens, computes the rows of its experts, and a reduce-scatter adds up the results.
 
     Moves (p - 1) * T rows to each device and as many back, whatever the routing.
+    """
+
+    axis: str
+
+    @property
+    def num_devices(self) -> int:
+        """p, the number of devices along the axis."""
+        return jax.lax.axis_size(self.axis)
+
+    def there(self, rows: jax.Array) -> jax.Array:
+        """The tokens [p * T, N] of all devices."""
+        return from_bits(jax.lax.all_gather(as_bits(rows), self.axis, tiled=True), rows.dtype)
+
+    def back(self, rows: jax.Array) -> jax.Array:
+        """The sums of the devices' results [p * T, N] for this device's tokens."""
+        return sum_scatter(rows, self.axis)
+
+
+def by_all_gather(
+    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, placement: Placement, how: How
+) -> Arrival:
+    """The Arrival of all tokens.
 
     Args:
       x: [T, H], this device's tokens.
       topk_weights, topk_indices: [T, k].
       how: how rows are sorted and copied.
-
-    Returns: y [T, H], and how many rows of all tokens found no room on this device, int32.
     """
-    axis = placement.axis
-    tokens, weights, experts = (
-        jax.lax.all_gather(array, axis, tiled=True) for array in (x, topk_weights, topk_indices)
-    )
-    experts -= jax.lax.axis_index(axis) * placement.num_experts  # other devices' experts lie outside the groups
+    exchange = AllGather(placement.axis)
+    # choices are gathered after the tokens, so that XLA gathers those while the router is computed
+    tokens, topk_weights, topk_indices = barrier((exchange.there(x), topk_weights, topk_indices))
+    weights, experts = exchange.there(topk_weights), exchange.there(topk_indices)
+    return Arrival(exchange, tokens, *_own_routing(weights, experts, placement, how))
+
+
+def _own_routing(weights: jax.Array, experts: jax.Array, placement: Placement, how: How) -> tuple[Routing, jax.Array]:
+    """The Routing of tokens [T', H] among this device's experts, and how many rows found no room.
+
+    Args:
+      weights, experts: [T', k], choices among the experts of all devices.
+    """
+    experts -= jax.lax.axis_index(placement.axis) * placement.num_experts  # others' experts lie outside the groups
     group_sizes, gather_indices = compute_order(experts, placement.num_experts, how)
-    partial = mlp(tokens, Routing(weights, experts, group_sizes, gather_indices[: placement.capacity]))
-    return sum_scatter(partial, axis), jnp.maximum(jnp.sum(group_sizes, dtype=jnp.int32) - placement.capacity, 0)
+    overflow = jnp.maximum(jnp.sum(group_sizes, dtype=jnp.int32) - placement.capacity, 0)
+    return Routing(weights, experts, group_sizes, gather_indices[: placement.capacity]), overflow
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["moves_there", "moves_back", "positions"],
+    meta_fields=["way", "num_tokens", "topk"],
+)
+@dataclasses.dataclass(frozen=True)
+class RaggedAllToAll:
+    """Copies of tokens go to other devices, and their results come back.
+
+    Attributes:
+      moves_there, moves_back, positions: as in the Plan.
+      num_tokens, topk: T, and the number of copies that a token may have.
+    """
+
+    moves_there: Moves
+    moves_back: Moves
+    positions: jax.Array
+    way: Way
+    num_tokens: int
+    topk: int
+
+    @classmethod
+    def of(cls, plan: Plan, way: Way, num_tokens: int, topk: int) -> "RaggedAllToAll":
+        """The exchange by a plan."""
+        return cls(plan.there, plan.back, plan.positions, way, num_tokens, topk)
+
+    @property
+    def num_devices(self) -> int:
+        """p, the number of devices along the axis."""
+        return jax.lax.axis_size(self.way.axis)
+
+    def there(self, rows: jax.Array) -> jax.Array:
+        """The copies of all devices' tokens that come here, for this device's tokens [T, N]."""
+        taken = take_tokens(self.way.how, (self.num_tokens, self.topk), as_bits(rows), self.positions)
+        return from_bits(self.moved(taken), rows.dtype)
+
+    def moved(self, rows: jax.Array) -> jax.Array:
+        """The rows of all devices that come here, for this device's rows [M, N] in the order in which they are sent."""
+        return move(self.way, rows, self.moves_there, self.moves_back)
+
+    def back(self, rows: jax.Array) -> jax.Array:
+        """The sums of the results by token, [T, N]."""
+        rows = move(self.way.back, rows, self.moves_back, self.moves_there)
+        return sum_choices(self.way.how, (self.num_tokens, self.topk), rows, self.positions)
 
 
 def by_ragged_all_to_all(
-    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, mlp: OfExperts, placement: Placement, how: How
-) -> tuple[jax.Array, jax.Array]:
-    """Every row goes to the device of its expert and its result comes back; takes the arguments of `by_all_gather`.
+    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, placement: Placement, how: How
+) -> Arrival:
+    """The Arrival of what this device's experts need; takes the arguments of `by_all_gather`.
 
-    Moves only rows, on average k * T * (p - 1) / p from each device and as many back. Rows arrive in expert order.
-
-    Returns: y [T, H], and how many rows found no room on this device, int32.
+    A token goes once to each device with experts of its choice if devices have room for all tokens, which they do where
+    they are fewer than k; otherwise once for each choice.
     """
+    has_room = jax.lax.axis_size(placement.axis) * len(x) <= placement.capacity
+    return (_once_to_each_device if has_room else _once_for_each_choice)(x, topk_weights, topk_indices, placement, how)
+
+
+def _once_to_each_device(
+    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, placement: Placement, how: How
+) -> Arrival:
+    """Tokens arrive in the order of the devices from which they come. All devices get all choices.
+
+    At most (p - 1) * T rows go from each device, and as many come back.
+    """
+    axis, num_tokens, num_devices = placement.axis, len(x), jax.lax.axis_size(placement.axis)
+    weights, experts = (jax.lax.all_gather(array, axis, tiled=True) for array in (topk_weights, topk_indices))
+    devices, here = devices_of(experts, placement.num_experts, num_devices), jax.lax.axis_index(axis)
+    goes = (devices < num_devices).reshape(num_devices, num_tokens, num_devices)
+    counts = jnp.sum(goes, axis=1, dtype=jnp.int32)
+    own = jax.lax.dynamic_slice_in_dim(devices, here * num_tokens, num_tokens)
+    plan = plan_moves(*compute_order(own, num_devices, how), counts[:, :, None], Placement(axis, 1, len(devices)))
+    # 0 for a token that comes here
+    num_arrived, order = compute_order(jax.lax.dynamic_slice_in_dim(devices, here, 1, axis=1) - here, 1, how)
+    arrived = jnp.where(jnp.arange(len(order), dtype=jnp.int32) < num_arrived, order, -1)
+    plan, arrived = checkpoint_name((plan, arrived), "jgg_routing")
+
+    exchange = RaggedAllToAll.of(plan, Way(axis, len(plan.positions), len(devices), how), num_tokens, num_devices)
+    weights = take_tokens(how, (len(arrived), 1), weights, arrived)
+    experts = experts.at[guarded(arrived, len(arrived))].get(mode="fill", fill_value=-1)
+    return Arrival(exchange, exchange.there(x), *_own_routing(weights, experts, placement, how))
+
+
+def devices_of(experts: jax.Array, num_experts: int, num_devices: int) -> jax.Array:
+    """The devices that have a token's experts, int32 [T, p] for experts [T, k]: d at place d, or p if d has none.
+
+    Two devices with two experts each: the choices (1, 0) and (3, 1) give (0, 2) and (0, 1).
+    """
+    devices = jnp.arange(num_devices, dtype=jnp.int32)
+    has = jnp.any(experts[:, :, None] // num_experts == devices[None, None], axis=1)
+    return jnp.where(has, devices[None], num_devices)
+
+
+def _once_for_each_choice(
+    x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, placement: Placement, how: How
+) -> Arrival:
+    """Rows arrive in expert order. On average k * T * (p - 1) / p go from each device, and as many come back."""
     num_tokens, topk = topk_indices.shape
     num_devices = jax.lax.axis_size(placement.axis)
     group_sizes, gather_indices = compute_order(topk_indices, num_devices * placement.num_experts, how)
-    plan = checkpoint_name(_plan(group_sizes, gather_indices, placement), "jgg_routing")
-    positions = plan.positions
-    way = Way(placement.axis, len(positions), placement.capacity, how)
-    move_there = functools.partial(move, way, there=plan.there, back=plan.back)
-    move_back = functools.partial(move, way.back, there=plan.back, back=plan.there)
+    counts = jax.lax.all_gather(group_sizes, placement.axis).reshape(num_devices, num_devices, placement.num_experts)
+    plan = checkpoint_name(plan_moves(group_sizes, gather_indices, counts, placement), "jgg_routing")
+    way = Way(placement.axis, len(plan.positions), placement.capacity, how)
+    exchange = RaggedAllToAll.of(plan, way, num_tokens, topk)
 
-    rows = move_there(take_tokens(how, (num_tokens, topk), x, positions))
-    weights = topk_weights.reshape(-1).at[guarded(positions, topk_indices.size)].get(mode="fill", fill_value=0)
-    weights = move_there(weights[:, None])
+    weights = topk_weights.reshape(-1).at[guarded(plan.positions, topk_indices.size)].get(mode="fill", fill_value=0)
+    weights = exchange.moved(weights[:, None])
     experts = group_of_rows(group_bounds(plan.group_sizes, placement.capacity), placement.capacity)
-    y = move_back(mlp(rows, Routing(weights, experts[:, None], plan.group_sizes, None)))
-    return sum_choices(how, (num_tokens, topk), y, positions), plan.overflow
+    routing = Routing(weights, experts[:, None], plan.group_sizes, None)
+    return Arrival(exchange, exchange.there(x), routing, plan.overflow)
 
 
 EXCHANGES = {"all_gather": by_all_gather, "ragged_all_to_all": by_ragged_all_to_all}
-
-
-class Moves(NamedTuple):
-    """Runs of rows to and from p devices, u runs each: int32 [p * u], the arguments of `jax.lax.ragged_all_to_all`.
-
-    Attributes:
-      input_offsets: first row, on this device, of each run that it sends.
-      send_sizes: rows of each run that it sends.
-      output_offsets: first row, on the other device, of each run that this device sends.
-      recv_sizes: rows of each run that this device gets.
-    """
-
-    input_offsets: jax.Array
-    send_sizes: jax.Array
-    output_offsets: jax.Array
-    recv_sizes: jax.Array
-
-
-class Plan(NamedTuple):
-    """The moves of rows between devices.
-
-    Attributes:
-      there: moves to the experts.
-      back: moves of the experts' results to the tokens' devices.
-      positions: int32 [M], the position in token order of each row that is sent, in order of its expert; -1 for a row
-        that finds no room or has no expert.
-      group_sizes: int32 [num_experts], rows that find room, for each of this device's experts.
-      overflow: int32, rows for this device that find no room.
-    """
-
-    there: Moves
-    back: Moves
-    positions: jax.Array
-    group_sizes: jax.Array
-    overflow: jax.Array
-
-
-class _Runs(NamedTuple):
-    """Runs of rows from one device to another, each of one expert; int32 [u].
-
-    Attributes:
-      starts: the first row of each run, counted from the first row for that device.
-      sizes: the rows of each run that find room.
-      arrivals: the row at which each run begins on the other device.
-    """
-
-    starts: jax.Array
-    sizes: jax.Array
-    arrivals: jax.Array
-
-
-def _plan(group_sizes: jax.Array, gather_indices: jax.Array, placement: Placement) -> Plan:
-    """The plan for rows in expert order; `group_sizes` [E] counts this device's rows for each expert of all devices.
-
-    Example: two devices have two experts each, and room for 4 rows. Device 0 has (2, 1, 0, 0) rows for the experts,
-    device 1 has (1, 2, 0, 0). Device 0 gets the 2 + 1 rows for expert 0, then its own row for expert 1. The 2 rows of
-    device 1 for expert 1 find no room.
-    """
-    axis, num_experts, capacity = placement
-    here, num_devices = jax.lax.axis_index(axis), jax.lax.axis_size(axis)
-    counts = jax.lax.all_gather(group_sizes, axis).reshape(num_devices, num_devices, num_experts)  # [from, to, expert]
-    by_expert = counts.transpose(1, 2, 0).reshape(num_devices, -1)  # [to, (expert, from)], as rows arrive
-    arrivals = jnp.minimum(jnp.cumsum(by_expert, axis=1, dtype=jnp.int32) - by_expert, capacity)
-    fitting = jnp.minimum(by_expert, capacity - arrivals)
-    arrivals, fitting = (
-        array.reshape(num_devices, num_experts, num_devices).transpose(2, 0, 1) for array in (arrivals, fitting)
-    )
-    rows = jnp.sum(counts, axis=2, dtype=jnp.int32)
-    firsts = jnp.cumsum(rows, axis=1, dtype=jnp.int32) - rows  # [from, to], where the sender has them
-    # between machines a run is a message of NCCL
-    parts = max(1, _RUNS // num_devices) if jax.process_count() == 1 else 1
-    cut = jax.vmap(functools.partial(_cut, parts))
-    sent = cut(counts[here], fitting[here], arrivals[here])
-    received = cut(counts[:, here], fitting[:, here], arrivals[:, here])
-    from_here = (firsts[here][:, None] + sent.starts).reshape(-1)
-    from_there = (firsts[:, here][:, None] + received.starts).reshape(-1)
-    send_sizes, recv_sizes = sent.sizes.reshape(-1), received.sizes.reshape(-1)
-    return Plan(
-        Moves(from_here, send_sizes, sent.arrivals.reshape(-1), recv_sizes),
-        Moves(received.arrivals.reshape(-1), recv_sizes, from_there, send_sizes),
-        _with_room(gather_indices, group_sizes, fitting[here].reshape(-1)),
-        jnp.sum(fitting[:, here], axis=0, dtype=jnp.int32),
-        jnp.sum((counts - fitting)[:, here], dtype=jnp.int32),
-    )
-
-
-def _cut(num_parts: int, counts: jax.Array, fitting: jax.Array, arrivals: jax.Array) -> _Runs:
-    """The rows that one device sends to another, cut between experts and into `num_parts` even parts.
-
-    Rows (3, 5) of two experts in 2 parts are the runs 0-2, 3-3 and 4-7.
-
-    Args:
-      counts, fitting, arrivals: for each expert its rows, how many find room, and at which row they arrive.
-    """
-    ends = jnp.cumsum(counts, dtype=jnp.int32)
-    firsts, num_rows = ends - counts, ends[-1]
-    part = -(-num_rows // num_parts)
-    even = jnp.minimum(part * jnp.arange(num_parts, dtype=jnp.int32), num_rows)
-    starts = jnp.sort(jnp.concatenate([firsts, even[1:]]))
-    stops = jnp.concatenate([starts[1:], num_rows[None]])
-    # where several experts begin at the same row, it belongs to the last: the others have no rows
-    expert = jnp.searchsorted(firsts, starts, side="right", method="compare_all").astype(jnp.int32) - 1
-    offsets = starts - firsts[expert]
-    sizes = jnp.clip(fitting[expert] - offsets, 0, stops - starts)
-    return _Runs(starts, sizes, arrivals[expert] + jnp.minimum(offsets, fitting[expert]))
-
-
-def _with_room(gather_indices: jax.Array, group_sizes: jax.Array, fitting: jax.Array) -> jax.Array:
-    """gather_indices [M] with -1 for the rows past the first `fitting` of each expert, and for rows of no expert."""
-    num_rows = len(gather_indices)
-    bounds = group_bounds(group_sizes, num_rows)
-    expert = group_of_rows(bounds, num_rows)
-    last = jnp.concatenate([bounds.starts + fitting, jnp.zeros(1, jnp.int32)])
-    return jnp.where(jnp.arange(num_rows, dtype=jnp.int32) < last[expert], gather_indices, -1)
-
-
-class Way(NamedTuple):
-    """The arrays between which rows are moved: on each device of a mesh axis `num_rows` rows, and `num_rows_there`.
-
-    Attributes:
-      how: how the array that rows are moved into is allocated.
-    """
-
-    axis: str
-    num_rows: int
-    num_rows_there: int
-    how: How
-
-    @property
-    def back(self) -> "Way":
-        """The way from there to here."""
-        return self._replace(num_rows=self.num_rows_there, num_rows_there=self.num_rows)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def move(way: Way, rows: jax.Array, there: Moves, back: Moves) -> jax.Array:
-    """Rows [M, H] moved as `there` says; rows that nobody sends are unspecified. Its derivative moves them back.
-
-    XLA has no ragged all-to-all for CPUs; there an all-gather of all rows does the same. Within a machine XLA copies
-    each run with one block of 128 threads, so that a few long runs would be slow (`_RUNS`).
-    """
-    out = BUFFER(way.how, Buffer(there.recv_sizes), shape=(way.num_rows_there, rows.shape[1]), dtype=rows.dtype)
-    axes = varying_axes(rows, *there)
-    arrays = [vary_over(axes, array) for array in (rows, out, *there)]
-    return jax.lax.platform_dependent(
-        *arrays,
-        cpu=functools.partial(_ragged_all_to_all_by_gather, axis_name=way.axis),
-        default=functools.partial(jax.lax.ragged_all_to_all, axis_name=way.axis),
-    )
-
-
-move.defvjp(
-    lambda way, rows, there, back: (move(way, rows, there, back), (there, back)),
-    lambda way, moves, dy: (move(way.back, dy, moves[1], moves[0]), None, None),
-)
-
-
-def _ragged_all_to_all_by_gather(
-    operand: jax.Array,
-    output: jax.Array,
-    input_offsets: jax.Array,
-    send_sizes: jax.Array,
-    output_offsets: jax.Array,
-    recv_sizes: jax.Array,
-    *,
-    axis_name: str,
-) -> jax.Array:
-    """Computes `jax.lax.ragged_all_to_all` with operations that every platform has."""
-    del recv_sizes
-    here = jax.lax.axis_index(axis_name)
-    sent, *plans = (
-        jax.lax.all_gather(array, axis_name) for array in (operand, input_offsets, send_sizes, output_offsets)
-    )
-    num_devices = len(sent)
-    # [p * u, 1], of the runs that come here
-    sources, sizes, targets = (plan.reshape(num_devices, num_devices, -1)[:, here].reshape(-1, 1) for plan in plans)
-    rows = jnp.arange(output.shape[0], dtype=jnp.int32)[None]
-    comes = (rows >= targets) & (rows < targets + sizes)  # [p * u, rows]
-    device = jnp.argmax(comes, axis=0) // (len(targets) // num_devices)
-    row = jnp.sum(jnp.where(comes, sources + rows - targets, 0), axis=0)
-    return jnp.where(jnp.any(comes, axis=0)[:, None], sent[device, row], output)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -41,9 +41,9 @@ class MoESharding:
       fsdp_splits: how the devices along `fsdp` split w_gate_up, w_down and their adapters: "experts" (each stores some
         experts whole; E must be a multiple of the number of devices along `fsdp` and `expert` together) or "features"
         (each stores a part of H of all experts; this takes longer, as devices must copy what they gathered into order).
-      exchange: "all_gather" (every device gets all tokens along `expert`, and results are reduce-scattered; it moves
-        less data on fewer than k devices) or "ragged_all_to_all" (each routed row goes to its expert's device). Both
-        give the same y and drop the same rows.
+      exchange: "all_gather" (every device gets all tokens along `expert`, and results are reduce-scattered) or
+        "ragged_all_to_all" (a token goes once to each device with experts of its choice if there is room for all
+        tokens along `expert`, and else once for each choice). Both give the same y and drop the same rows.
       buffer_factor: a device's buffer holds buffer_factor times its even share of routed rows, T * k for its T tokens.
         Rows beyond that are dropped (they add nothing to y) and counted. None has room for all rows (the same as
         buffer_factor = number of devices along `expert`) and takes more memory.

@@ -10,16 +10,22 @@ from jgg.core.matrix import Matrix
 from jgg.core.problem import GroupedGemmProblem, check_num_rows
 from jgg.core.schedule import GroupBounds, group_bounds
 from jgg.experts.arguments import ExpertWeights, MlpOptions, ResidualNames
+from jgg.experts.exchange import Exchange
 from jgg.launching.choice import How, how_of
-from jgg.linear.linear import Linear, Routes
+from jgg.linear.linear import Linear, Routes, Rows
 from jgg.products.plain import rows as plain
 from jgg.router.routing import Routing
 
 
 class Operands(NamedTuple):
-    """The arrays that `moe_mlp`'s custom_vjp takes."""
+    """The arrays that `moe_mlp`'s custom_vjp takes.
 
-    x: jax.Array
+    Attributes:
+      exchange: the way of x and dy, in FP8, to the devices of the experts, and of y and dx back; None without one. As
+        they arrive there, x and dy are QuantizedArrays.
+    """
+
+    x: Rows
     gate_up: Matrix
     down: Matrix
     b_gate_up: jax.Array | None
@@ -27,6 +33,7 @@ class Operands(NamedTuple):
     topk_weights: jax.Array
     group_sizes: jax.Array
     gather_indices: jax.Array | None
+    exchange: Exchange | None = None
 
     @property
     def scales_hidden(self) -> bool:

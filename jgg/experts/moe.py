@@ -13,19 +13,21 @@ from jgg.activations import ActivationLike
 from jgg.core.arguments import as_array
 from jgg.core.manual_axes import alike
 from jgg.core.matrix import Factors, Matrix
-from jgg.core.quantized import QuantizedArray, QuantizedWeights
+from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_bits, from_bits
 from jgg.core.schedule import as_indices, between_groups, inverse_permutation, saturated_int32
 from jgg.experts.arguments import ExpertWeights, MlpOptions, check_shapes, checked_routing, expert_weights
+from jgg.experts.exchange import Arrival, Exchange
 from jgg.experts.mlp import MoeMlp, Operands
 from jgg.linear import layer
-from jgg.linear.fp8 import Fp8
-from jgg.linear.linear import Routes
+from jgg.linear.fp8 import Fp8, named
+from jgg.linear.linear import Linear, Routes, Rows
 from jgg.linear.low_rank import LowRank
 from jgg.primitives.barrier import barrier
 from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward, ActivationGradients
-from jgg.products.combine import COMBINE, Combine
+from jgg.products.combine import COMBINE, Combine, dense_rows
 from jgg.products.dbias import DBIAS, Dbias, bias_row_sums
 from jgg.products.plain import rows as plain
+from jgg.products.quantize import QUANTIZE_ROWS, Quantize
 from jgg.router.routing import Routing
 
 
@@ -118,10 +120,26 @@ def moe_mlp(
     return compute_mlp(x, weights, checked_routing(x, routing, weights.gate_up.shape[0]), options)
 
 
-def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options: MlpOptions) -> jax.Array:
-    """`moe_mlp` of checked arguments."""
+def compute_mlp(
+    x: jax.Array,
+    weights: ExpertWeights,
+    routing: Routing,
+    options: MlpOptions,
+    arrival: Arrival | None = None,
+) -> jax.Array:
+    """`moe_mlp` of checked arguments.
+
+    Args:
+      arrival: what arrives for x [T, H], this device's tokens, and its exchange; `routing` is then of what arrives.
+        By a recipe, x and dy are quantized before they are sent to other devices; y and dx come back in the dtype of x.
+    """
     mlp = MoeMlp.of(x, weights, routing, options)
-    if not mlp.is_plain:
+    exchange = None if arrival is None else arrival.exchange
+    sends_fp8 = exchange is not None and exchange.num_devices > 1 and mlp.up.row_format is not None
+    in_fp8 = exchange if sends_fp8 else None
+    if arrival is not None and in_fp8 is None:
+        x = arrival.rows
+    if not mlp.is_plain and in_fp8 is None:
         # named before `_compute`: inside it, jax_debug_nans would check what is named, and report rows of no expert
         x = checkpoint_name(x, mlp.names.x)
     operands = Operands(
@@ -130,8 +148,10 @@ def compute_mlp(x: jax.Array, weights: ExpertWeights, routing: Routing, options:
         topk_weights=routing.topk_weights,
         group_sizes=saturated_int32(routing.group_sizes),
         gather_indices=as_indices(routing.gather_indices),
+        exchange=in_fp8,
     )
-    return _compute(mlp, alike(operands))
+    y = _compute(mlp, alike(operands))
+    return y if exchange is None or in_fp8 is not None else exchange.back(y)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -157,17 +177,40 @@ class _Kept(NamedTuple):
     rows_down: jax.Array | None
 
 
+def _sent(linear: Linear, rows: jax.Array, exchange: Exchange) -> QuantizedArray:
+    """Rows of this device's tokens, quantized once as the layer reads them, at the devices of their experts."""
+    assert linear.row_format is not None
+    quantized = QUANTIZE_ROWS(linear.how, Quantize(rows), stored_as=linear.row_format)
+    return jax.tree.map(exchange.there, quantized)
+
+
+def _beside_quantization(linear: Linear, rows: Rows, matrix: Matrix) -> tuple[Rows, Matrix]:
+    """Rows that are sent, and the matrix that they are multiplied by, quantized while they are on their way."""
+    matrix = layer.quantized_ahead(linear, matrix)
+    # bits, since a conversion is in no kernel, and XLA waits for the rows where they are converted
+    bits, matrix = barrier((jax.tree.map(as_bits, rows), matrix))
+    return jax.tree.map(lambda part, own: from_bits(own, part.dtype), rows, bits), matrix
+
+
 def _prepared(mlp: MoeMlp, operands: Operands, keeps: bool) -> Operands:
+    """What the forward pass reads."""
+    if operands.exchange is not None:
+        assert isinstance(operands.x, jax.Array)
+        x = _sent(mlp.up, operands.x, operands.exchange)
+        operands = operands._replace(x=jax.tree.map(lambda part: named(part, mlp.names.x), x))
     gate_up = layer.prepared(mlp.up, operands.gate_up, keeps=keeps, name=mlp.names.weights)
     down = layer.prepared(mlp.down, operands.down, keeps=keeps, name=mlp.names.weights)
     return operands._replace(gate_up=gate_up, down=down)
 
 
 def _forward_pass(mlp: MoeMlp, operands: Operands, keeps: bool) -> tuple[jax.Array, _Kept]:
+    x, gate_up = operands.x, operands.gate_up
+    if operands.exchange is not None:
+        x, gate_up = _beside_quantization(mlp.up, x, gate_up)
     activated, rows_up = layer.forward_activated(
         mlp.up,
-        operands.x,
-        operands.gate_up,
+        x,
+        gate_up,
         mlp.routes(operands),
         operands.b_gate_up,
         activation=mlp.activation,
@@ -176,6 +219,8 @@ def _forward_pass(mlp: MoeMlp, operands: Operands, keeps: bool) -> tuple[jax.Arr
     )
     routes = mlp.routes(operands)._replace(topk_weights=operands.topk_weights)
     y, rows_down = layer.forward(mlp.combined_down, activated.hidden, operands.down, routes, operands.b_down)
+    if operands.exchange is not None:
+        y = operands.exchange.back(y)
     return y, _Kept(activated.kept, rows_up, rows_down)
 
 
@@ -203,15 +248,17 @@ def _restored(mlp: MoeMlp, operands: Operands, dy: jax.Array) -> tuple[Operands,
 
 
 def _activation_backward(
-    mlp: MoeMlp, operands: Operands, kept: _Kept, dy: jax.Array
+    mlp: MoeMlp, operands: Operands, kept: _Kept, dy: Rows
 ) -> tuple[ActivationGradients, jax.Array | None]:
     """The gradient of the pre-activation, hidden features, and the sums that the router's gradient is made of.
 
     With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept. Also
     returns the rows dy @ b of w_down's factors, or None.
     """
-    routes = mlp.routes(operands)
-    z, d_rows = layer.forward(mlp.transposed_down, dy, operands.down.of_transposed_layer, routes)
+    routes, down = mlp.routes(operands), operands.down.of_transposed_layer
+    if operands.exchange is not None:
+        dy, down = _beside_quantization(mlp.transposed_down, dy, down)
+    z, d_rows = layer.forward(mlp.transposed_down, dy, down, routes)
     stored_as = mlp.transposed_down.row_format
     in_group = between_groups(routes.bounds, mlp.up.problem.num_rows) if stored_as is None else None
     activated = ActivateBackward(kept.pre_activation, z, mlp.row_weights(operands), in_group)
@@ -226,7 +273,7 @@ def _activation_backward(
 
 
 def _factors_of_down(
-    mlp: MoeMlp, operands: Operands, kept: _Kept, d_rows: jax.Array | None, hidden: jax.Array, dy: jax.Array
+    mlp: MoeMlp, operands: Operands, kept: _Kept, d_rows: jax.Array | None, hidden: jax.Array, dy: Rows
 ) -> Factors | None:
     """The gradients of w_down's factors, by the transposed layer, whose x is dy, in token order.
 
@@ -249,16 +296,19 @@ def _factors_of_down(
 
 
 def _down_backward(
-    mlp: MoeMlp, operands: Operands, hidden: jax.Array, dy: jax.Array
+    mlp: MoeMlp, operands: Operands, hidden: jax.Array, dy: Rows
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | float]:
     """dw_down, db_down if there is a b_down, and what b_down adds to the sums of the router's gradient."""
     routes, b_down = mlp.routes(operands), operands.b_down
     hidden, dy = barrier((hidden, dy))  # rows of dy are copied when z is no longer needed
     if b_down is None:
         return layer.weight_gradient(mlp.transposed_down, dy, hidden, routes), None, 0.0
-    dy_rows = dy
-    if routes.gather_indices is not None:
-        dy_rows = COMBINE(mlp.how, Combine(dy, plain.x_rows(mlp.up.problem, routes.gather_indices)), topk=1)
+    dtype = mlp.up.problem.dtype
+    if routes.gather_indices is None:
+        dy_rows = dense_rows(mlp.how, dy, dtype)
+    else:
+        at = plain.x_rows(mlp.up.problem, routes.gather_indices)
+        dy_rows = COMBINE(mlp.how, Combine(dy, at), topk=1, dtype=dtype)
     bounds, weights = routes.bounds, mlp.row_weights(operands)
     dw_down = layer.weight_gradient(mlp.weighted_down, hidden, dy_rows, Routes(bounds, topk_weights=weights))
     db_down = DBIAS(mlp.how, Dbias(dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down.problem)
@@ -272,10 +322,11 @@ def _backward(mlp: MoeMlp, residuals: tuple[Operands, _Kept], dy: jax.Array) -> 
     operands, dy = _restored(mlp, operands, dy)
     x, b_gate_up, topk_weights, routes = operands.x, operands.b_gate_up, operands.topk_weights, mlp.routes(operands)
 
-    dy = dy.astype(x.dtype)
-    gradients, d_rows_down = _activation_backward(mlp, operands, kept, dy)
-    d_factors_down = _factors_of_down(mlp, operands, kept, d_rows_down, gradients.hidden, dy)
-    dw_down, db_down, sums = _down_backward(mlp, operands, gradients.hidden, dy)
+    dy, exchange = dy.astype(mlp.up.problem.dtype), operands.exchange
+    dy_rows = dy if exchange is None else _sent(mlp.transposed_down, dy, exchange)
+    gradients, d_rows_down = _activation_backward(mlp, operands, kept, dy_rows)
+    d_factors_down = _factors_of_down(mlp, operands, kept, d_rows_down, gradients.hidden, dy_rows)
+    dw_down, db_down, sums = _down_backward(mlp, operands, gradients.hidden, dy_rows)
     d_weights = gradients.row_sums + sums
     # runs one product after the other, the largest last, when memory that only the others need is free again
     d_pre_activation, quantized, dw_down = barrier((gradients.d_pre_activation, gradients.quantized, dw_down))
@@ -297,7 +348,7 @@ def _backward(mlp: MoeMlp, residuals: tuple[Operands, _Kept], dy: jax.Array) -> 
     d_gate_up, d_down = Matrix(dense=dw_gate_up, factors=d_factors_up), Matrix(dense=dw_down, factors=d_factors_down)
     none: Any = None  # integers have no gradient
     gradients_of = Operands(
-        x=dx,
+        x=dx if exchange is None else exchange.back(dx),
         gate_up=d_gate_up,
         down=d_down,
         b_gate_up=db_gate_up,
@@ -316,6 +367,6 @@ def _plain_mlp(mlp: MoeMlp, operands: Operands) -> jax.Array:
     """The MLP in plain JAX, differentiable to any order: each block of rows is added to its tokens."""
     routes = mlp.routes(operands)
     pre_activation, _ = layer.forward(mlp.up, operands.x, operands.gate_up, routes, operands.b_gate_up)
-    hidden = mlp.activation(pre_activation, mlp.interleaved).astype(operands.x.dtype)
+    hidden = mlp.activation(pre_activation, mlp.interleaved).astype(mlp.up.problem.dtype)
     routes = routes._replace(topk_weights=operands.topk_weights)
     return layer.forward(mlp.combined_down, hidden, operands.down, routes, operands.b_down)[0]

@@ -14,11 +14,13 @@ from jgg.core.manual_axes import vary_over
 from jgg.core.matrix import Matrix
 from jgg.core.quantized import as_bits, from_bits
 from jgg.experts.arguments import ExpertWeights, MlpOptions
-from jgg.experts.exchange import EXCHANGES, Placement
+from jgg.experts.exchange import EXCHANGES
 from jgg.experts.mesh import MoESharding, axis_split_over, specs_of_parts
 from jgg.experts.moe import compute_mlp
+from jgg.experts.moves import Placement
 from jgg.experts.sums import sum_all
 from jgg.launching.choice import How
+from jgg.primitives.barrier import barrier
 from jgg.router.routing import Routing, compute_order
 
 # Multiprocessors for the collective that sums the gradient of x while the gradient of w_gate_up is computed;
@@ -50,17 +52,18 @@ def compute_mlp_on_device(
         if sharding.gather_axis is not None:
             weights = _gathered(weights, x.dtype, sharding.gather_axis, sharding.weight_specs(options.w_layout))
 
-        num_experts = weights.gate_up.shape[0]
-
-        def mlp(rows: jax.Array, routing: Routing) -> jax.Array:
-            routing = checkpoint_name(routing, "jgg_routing")
-            return compute_mlp(rows, weights.in_recipe(options.quantization, rows.dtype), routing, options)
-
+        num_experts, arrival = weights.gate_up.shape[0], None
+        x, weights = _with_gradients_at_once(x, weights)
         if sharding.expert is None or num_rows == 0:  # JAX gathers no arrays without elements
             routing = Routing(topk_weights, topk_indices, *compute_order(topk_indices, num_experts, how))
-            return mlp(x, routing), jnp.int32(0)
-        placement = Placement(sharding.expert, num_experts, sharding.capacity(num_rows))
-        return EXCHANGES[sharding.exchange](x, topk_weights, topk_indices, mlp, placement, how)
+            overflow = jnp.int32(0)
+        else:
+            placement = Placement(sharding.expert, num_experts, sharding.capacity(num_rows))
+            arrival = EXCHANGES[sharding.exchange](x, topk_weights, topk_indices, placement, how)
+            routing, overflow = arrival.routing, arrival.overflow
+        routing = checkpoint_name(routing, "jgg_routing")
+        weights = weights.in_recipe(options.quantization, x.dtype)
+        return compute_mlp(x, weights, routing, options, arrival), overflow
 
     if sharding.gather_axis is not None:  # the gathered weights are not kept, but gathered again in the backward pass
         names = options.names.x, options.names.pre_activation, "jgg_routing"
@@ -70,6 +73,26 @@ def compute_mlp_on_device(
     if sharding.tensor is not None:
         y = sum_all(y, sharding.tensor)
     return y, overflow if sharding.expert is None else jax.lax.psum(overflow, sharding.token_axes)
+
+
+def _with_gradients_at_once(x: jax.Array, weights: ExpertWeights) -> tuple[jax.Array, ExpertWeights]:
+    """x and the weights; what uses the gradient of x is computed after the gradients of the weights.
+
+    So the products of those run while the gradient of x comes back from other devices.
+    """
+    leaves, structure = jax.tree.flatten((x, weights))
+    places = [place for place, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    for place, leaf in zip(places, _tied([leaves[place] for place in places]), strict=True):
+        leaves[place] = leaf
+    return jax.tree.unflatten(structure, leaves)
+
+
+@jax.custom_jvp
+def _tied(arrays: list[jax.Array]) -> list[jax.Array]:
+    return arrays
+
+
+_tied.defjvp(lambda primals, tangents: (primals[0], barrier(tangents[0])))
 
 
 def _gathered(weights: ExpertWeights, dtype: DTypeLike, axis_name: str, specs: Mapping[str, jax.P]) -> ExpertWeights:
@@ -82,8 +105,7 @@ def _gathered(weights: ExpertWeights, dtype: DTypeLike, axis_name: str, specs: M
         axis = axis_split_over(axis_name, spec)
         if axis is None:  # a factor that this axis does not split
             return part
-        bits = jax.lax.all_gather(as_bits(part), axis_name, axis=axis, tiled=True)
-        return bits if bits.dtype == part.dtype else from_bits(bits, part.dtype)
+        return from_bits(jax.lax.all_gather(as_bits(part), axis_name, axis=axis, tiled=True), part.dtype)
 
     def cast(matrix: Matrix) -> Matrix:
         if matrix.dense is None or matrix.is_quantized:

@@ -148,22 +148,22 @@ class Fp8:
 
 def quantize_once(name: str, w: object, recipe: Fp8) -> QuantizedWeights:
     """Weights beside both FP8 forms of them; the arguments are those of `Fp8.weights`, and a name for messages."""
-    matrices = jax.tree.map(_named, _quantized_matrices(name, w, recipe.format, transposes=True))
+    matrices = jax.tree.map(named, _quantized_matrices(name, w, recipe.format, transposes=True))
     return QuantizedWeights(as_array(name, w), matrices.forms)
 
 
 def both_forms(how: How, w: jax.Array, stored_as: Format) -> WeightForms:
     """Quantizes a device's weights [E, N, K] or [E, K, N] in one reading, as they are and transposed."""
     matrices = QUANTIZE_WEIGHTS(how, Quantize(w), stored_as=stored_as, keeps=True, transposes=True)
-    return jax.tree.map(_named, matrices).forms
+    return jax.tree.map(named, matrices).forms
 
 
-def _named(array: jax.Array) -> jax.Array:
+def named(array: jax.Array, name: str = "jgg_fp8_weights") -> jax.Array:
     """Names an array for policies of `jax.checkpoint`; an array in FP8 is named as its bits.
 
     JAX passes kept floats through `reduce_precision`, which turns float8_e4m3fn values of 256 and more into inf.
     """
-    return from_bits(checkpoint_name(as_bits(array), "jgg_fp8_weights"), array.dtype)
+    return from_bits(checkpoint_name(as_bits(array), name), array.dtype)
 
 
 def check_quantization(quantization: Fp8 | None) -> None:

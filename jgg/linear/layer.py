@@ -27,7 +27,7 @@ from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx, DxResults
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.low_rank import LowRankTerm
-from jgg.products.quantize import QUANTIZE_ROWS, Quantize
+from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize, with_quantized
 from jgg.products.unpack import UNPACK, dequantized
 from jgg.products.up import UP
 
@@ -51,6 +51,15 @@ def prepared(linear: Linear, matrix: Matrix, *, keeps: bool, name: str = "jgg_we
         return matrix
     is_quantized_once = linear.recipe.keeps_weights or dense.dtype.itemsize > dtype.itemsize
     return matrix.with_forms(both_forms(linear.how, dense, linear.recipe.format)) if is_quantized_once else matrix
+
+
+def quantized_ahead(linear: Linear, matrix: Matrix) -> Matrix:
+    """The matrix with the quantized form that `forward` by a recipe reads, which `forward` else quantizes itself."""
+    form = _read(linear, matrix, linear.problem.w_layout)
+    if not isinstance(form, ToQuantize):
+        return matrix
+    quantized = with_quantized(form, functools.partial(QUANTIZE_WEIGHTS, linear.how))
+    return matrix._replace(transposed=quantized) if form.is_transposed else matrix._replace(straight=quantized)
 
 
 def kept(linear: Linear, matrix: Matrix) -> Matrix:
@@ -185,7 +194,7 @@ def gradients(
     return Matrix(dense=weight_gradient(linear, x, dy, routes), factors=factors)
 
 
-def weight_gradient(linear: Linear, x: jax.Array, dy: jax.Array, routes: Routes) -> jax.Array | None:
+def weight_gradient(linear: Linear, x: Rows, dy: jax.Array, routes: Routes) -> jax.Array | None:
     """Computes the gradient of dense weights; None for weights that are stored quantized."""
     if not linear.trains:
         return None
@@ -196,7 +205,7 @@ def weight_gradient(linear: Linear, x: jax.Array, dy: jax.Array, routes: Routes)
 
 def factor_gradients(
     linear: Linear,
-    x: jax.Array,
+    x: Rows,
     dy: jax.Array,
     matrix: Matrix,
     routes: Routes,
@@ -211,7 +220,7 @@ def factor_gradients(
     return Factors(da, gradient_of_b(linear, rows, dy, matrix.factors.b, routes))
 
 
-def gradient_of_a(linear: Linear, x: jax.Array, d_rows: jax.Array, a: jax.Array, routes: Routes) -> jax.Array:
+def gradient_of_a(linear: Linear, x: Rows, d_rows: jax.Array, a: jax.Array, routes: Routes) -> jax.Array:
     """Computes the gradient of a; d_rows are the rows dy @ b."""
     problem = linear.problem_of_a(a)
     return _of_matrix(linear, DW(linear.how_or_plain, _outer_operands(problem, x, d_rows, routes), problem=problem))
@@ -243,7 +252,7 @@ def _of_matrix[Arrays](linear: Linear, arrays: Arrays) -> Arrays:
     return jax.tree.map(lambda array: array[0], arrays) if linear.problem.is_dense else arrays
 
 
-def _outer_operands(problem: GroupedGemmProblem, x: jax.Array, dy: jax.Array, routes: Routes) -> Dw:
+def _outer_operands(problem: GroupedGemmProblem, x: Rows, dy: jax.Array, routes: Routes) -> Dw:
     reads_indices = problem.permute_x or problem.permute_y or problem.has_topk_weights
     return Dw(x, dy, routes.bounds, routes.gather_indices if reads_indices else None, routes.topk_weights)
 

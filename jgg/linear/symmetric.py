@@ -48,8 +48,8 @@ def symmetric_product(
       preferred_element_type: dtype of the result; that of left by default.
       precision: for float32, as in `jgg.grouped_gemm`.
       kernel_config: tiles [block_m, block_n] of the result in steps of block_k features, and which of left and right
-        TMA loads, as x and w of a forward product; None to choose. The kernel "hopper" runs only where this asks for
-        it. Its blocks [64, 64] on the diagonal are not symmetric to the last bit where left and right differ.
+        TMA loads, as x and w of a forward product; None to choose. The kernel "hopper" computes what it can: 16 bits,
+        rows that are multiples of 16 bytes. Another kernel computes the rest.
       implementation: as in `jgg.grouped_gemm`.
 
     Returns: [..., N, N].
@@ -69,14 +69,11 @@ def symmetric_product(
     if kernel_config is not None:
         check_instance("kernel_config", kernel_config, KernelConfigForward, "a jgg.KernelConfigForward or None")
     terms = _scalars(scale=scale, add_scale=add_scale, diagonal=diagonal)
-    dtype = left.dtype
-    if preferred_element_type is not None:
-        dtype = as_dtype("preferred_element_type", preferred_element_type, DTYPES)
     return SYMMETRIC(
         _how(implementation),
         Symmetric(left, terms, right, add),
         config=kernel_config,
-        dtype=dtype,
+        dtype=_result_dtype(preferred_element_type, left.dtype),
         precision=as_precision(precision),
     )
 
@@ -85,14 +82,16 @@ def apply(
     p: ArrayLike,
     x: ArrayLike,
     *,
+    preferred_element_type: DTypeLike | None = None,
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Computes `p @ x` in the dtype of x, adding up in float32: an ordinary product of each pair of matrices.
+    """Computes `p @ x`, adding up in float32: an ordinary product of each pair of matrices.
 
     Args:
       p: [..., N, N], in the dtype of x.
       x: float32, float16 or bfloat16 [..., N, K].
+      preferred_element_type: dtype of the result; that of x by default.
       precision, implementation: as in `symmetric_product`.
 
     Returns: [..., N, K].
@@ -103,11 +102,20 @@ def apply(
     x = _matrices("x", x)
     p = _matrices("p", p)
     _check_like("p", p, (*x.shape[:-1], x.shape[-2]), "x's [..., N, N]", x.dtype)
-    return APPLY(_how(implementation), Apply(p, x), precision=as_precision(precision))
+    return APPLY(
+        _how(implementation),
+        Apply(p, x),
+        dtype=_result_dtype(preferred_element_type, x.dtype),
+        precision=as_precision(precision),
+    )
 
 
 def _how(implementation: str | None) -> How | None:
     return None if is_plain_jax(implementation) else How(implementation, current_target())
+
+
+def _result_dtype(asked: DTypeLike | None, default: jnp.dtype) -> jnp.dtype:
+    return default if asked is None else as_dtype("preferred_element_type", asked, DTYPES)
 
 
 def _matrices(name: str, value: ArrayLike) -> jax.Array:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -160,8 +161,9 @@ def _progress(num_layers: int, is_shown: bool) -> Iterator[Callable[[], None]]:
     from rich.progress import MofNCompleteColumn, Progress
 
     console = Console(stderr=True)
+    is_shown = is_shown and sys.stderr.isatty()  # rich takes FORCE_COLOR, which notebooks set, for a terminal
     columns = *Progress.get_default_columns()[:2], MofNCompleteColumn()
-    with Progress(*columns, console=console, disable=not (is_shown and console.is_terminal), transient=True) as bar:
+    with Progress(*columns, console=console, disable=not is_shown, transient=True) as bar:
         task = bar.add_task("Loading layers", total=num_layers)
         yield lambda: bar.advance(task)
 

@@ -81,8 +81,7 @@ def orthogonalize(
     check_implementation(implementation)
     dtype, method = checked_method(ns_dtype, ns_method)
     coefficients = coefficients_of(ns_coeffs, ns_steps)
-    y = iterate(scaled(x, eps, dtype), coefficients, method, implementation)
-    return y.astype(x.dtype)
+    return iterate(scaled(x, eps, dtype), coefficients, method, implementation, x.dtype)
 
 
 def checked_method(ns_dtype: DTypeLike, ns_method: str | None) -> tuple[jnp.dtype, str | None]:
@@ -114,61 +113,64 @@ def _scale(rows: int, columns: int) -> float:
     return 2.0 ** (int(math.log2(max(min(rows, columns), 1))) // 2)
 
 
-def iterate(x: jax.Array, coefficients: Coefficients, method: str | None, implementation: str | None) -> jax.Array:
-    """The iterations, on matrices [..., N, K] that `scaled` returned."""
+def iterate(
+    x: jax.Array,
+    coefficients: Coefficients,
+    method: str | None,
+    implementation: str | None,
+    dtype: DTypeLike | None = None,
+) -> jax.Array:
+    """The iterations, on matrices [..., N, K] that `scaled` returned; the result has `dtype`, or that of x."""
     rows, columns = x.shape[-2:]
     if x.size == 0:
-        return x
+        return x if dtype is None else x.astype(dtype)
     if rows > columns:
-        return iterate(x.mT, coefficients, method, implementation).mT
+        return iterate(x.mT, coefficients, method, implementation, dtype).mT
     if method is None:
         method = "gram" if rows < columns and x.dtype != jnp.bfloat16 else "standard"
     scale = _scale(rows, columns)
-    first, *others = _segments(coefficients) if method == "gram" else [coefficients]
+    first, *others = _segments(coefficients, _SEGMENT if method == "gram" else 1)
     a, b, c = first[0]
-    first = (a / scale, b / scale**3, c / scale**5), *first[1:]
+    segments = ((a / scale, b / scale**3, c / scale**5), *first[1:]), *others
     # the default precision of float32 on a GPU has 11 bits
     symmetric = functools.partial(symmetric_product, precision="highest", implementation=implementation)
-    times = functools.partial(apply, precision="highest", implementation=implementation)
-    for segment in (first, *others):
-        x = (_on_gram_matrices if method == "gram" else _on_matrices)(x, segment, symmetric, times)
+    for index, segment in enumerate(segments):
+        own = dtype if index == len(segments) - 1 else None
+        x = apply(
+            _polynomial(symmetric(x), segment, symmetric),
+            x,
+            preferred_element_type=own,
+            precision="highest",
+            implementation=implementation,
+        )
     return x
 
 
-type _Product = Callable[..., jax.Array]
+def _polynomial(gram: jax.Array, coefficients: Coefficients, symmetric: Callable[..., jax.Array]) -> jax.Array:
+    """The matrix that a few iterations multiply x with, of which `gram` is the Gram matrix R.
 
-
-def _on_matrices(x: jax.Array, coefficients: Coefficients, symmetric: _Product, times: _Product) -> jax.Array:
-    for a, b, c in coefficients:
-        gram = symmetric(x)
-        x = times(symmetric(gram, scale=c, add=gram, add_scale=b, diagonal=a), x)
-    return x
-
-
-def _on_gram_matrices(x: jax.Array, coefficients: Coefficients, symmetric: _Product, times: _Product) -> jax.Array:
-    """The same of a segment of a few iterations, in which only the Gram matrix and the product q change.
-
-    With z = b R + c R^2, an iteration is q = q z + a q and R = (a + z) R (a + z).
+    An iteration multiplies x with a I + z, where z = b R + c R^2, so that R becomes (a I + z) R (a I + z). z is rounded
+    without a I, which is larger, wherever the errors grow in later iterations.
     """
-    (a, b, c), *others = coefficients
-    gram = symmetric(x)
-    z = symmetric(gram, scale=c, add=gram, add_scale=b)
-    identity = jnp.broadcast_to(a * jnp.eye(z.shape[-1], dtype=jnp.float32), z.shape)
-    q = (z.astype(jnp.float32) + identity).astype(z.dtype)
-    for next_a, b, c in others:
-        gram = symmetric(gram, z, add=gram, add_scale=a)
-        gram = symmetric(gram, z, add=gram, add_scale=a)
-        a, z = next_a, symmetric(gram, scale=c, add=gram, add_scale=b)
-        q = symmetric(q, z, add=q, add_scale=a)
-    return times(q, x)
+    *before, (a, b, c) = coefficients
+    factors = []
+    for own_a, own_b, own_c in before:
+        z = symmetric(gram, scale=own_c, add=gram, add_scale=own_b)
+        for _ in range(2):
+            gram = symmetric(gram, z, add=gram, add_scale=own_a)
+        factors.append((own_a, z))
+    q = symmetric(gram, scale=c, add=gram, add_scale=b, diagonal=a)
+    for own_a, z in factors:
+        q = symmetric(q, z, add=q, add_scale=own_a)
+    return q
 
 
-def _segments(coefficients: Coefficients) -> list[Coefficients]:
+def _segments(coefficients: Coefficients, most: int) -> list[Coefficients]:
     """The iterations between restarts; each makes the Gram matrix's smallest eigenvalues a^2 times larger."""
     segments: list[Coefficients] = [coefficients[:1]]
     for each in coefficients[1:]:
         last = segments[-1]
-        if len(last) < _SEGMENT and math.prod(a**2 for a, _, _ in last) <= _GROWTH:
+        if len(last) < most and math.prod(a**2 for a, _, _ in last) <= _GROWTH:
             segments[-1] = (*last, each)
         else:
             segments.append((each,))

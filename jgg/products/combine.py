@@ -6,47 +6,65 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgg.configs.kernel_configs import power_of_2
+from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY
 from jgg.core.problem import MAX_ROWS, GroupedGemmProblem
+from jgg.core.quantized import BLOCK, QuantizedArray, is_quantized, values_and_scales
 from jgg.core.schedule import GroupBounds, between_groups, guarded, inverse_permutation
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import Launch, flat
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
-from jgg.primitives.product import Product, array_type
+from jgg.primitives.product import Product, array_type, split_by_xla
 
 
 class Combine(NamedTuple):
     """Rows, and the positions that say which of them are added up for each token.
 
     Attributes:
-      rows: [M, N].
+      rows: [M, N]. Those of a QuantizedArray, with a scale for 128 features of a row, are dequantized.
       positions: int32 [T * topk], the rows of each token; a position outside [0, M) adds nothing. With topk 1 the rows
         are only gathered.
       scales: float [T * topk] in any shape, or None for 1.
     """
 
-    rows: jax.Array
+    rows: jax.Array | QuantizedArray
     positions: jax.Array
     scales: jax.Array | None = None
 
+    def dtype_of_sums(self, dtype: np.dtype | None) -> np.dtype:
+        """The dtype of the sums, if COMBINE is given `dtype`."""
+        if isinstance(self.rows, QuantizedArray):
+            assert dtype is not None
+            return dtype
+        return self.rows.dtype
 
-def _result_types(operands: Combine, topk: int) -> jax.Array:
-    return array_type((operands.positions.shape[0] // topk, operands.rows.shape[1]), operands.rows.dtype)
+
+def _result_types(operands: Combine, topk: int, dtype: np.dtype | None = None) -> jax.Array:
+    shape = operands.positions.shape[0] // topk, operands.rows.shape[1]
+    return array_type(shape, operands.dtype_of_sums(dtype))
 
 
-def _plain(operands: Combine, topk: int) -> jax.Array:
+def _plain(operands: Combine, topk: int, dtype: np.dtype | None = None) -> jax.Array:
     rows, positions, scales = operands
+    dtype = operands.dtype_of_sums(dtype)
+    if isinstance(rows, QuantizedArray):
+        rows = rows.dequantize(jnp.float32)
     terms = rows.at[guarded(positions, rows.shape[0])].get(mode="fill", fill_value=0).astype(jnp.float32)
     if scales is not None:
         terms = terms * scales.reshape(-1).astype(jnp.float32)[:, None]
     terms = terms.reshape(positions.shape[0] // topk, topk, rows.shape[1])
-    return jnp.sum(terms, axis=1).astype(rows.dtype)
+    return jnp.sum(terms, axis=1).astype(dtype)
 
 
-def _merge_batch(how: How, operands: Combine, batched: Combine, topk: int) -> jax.Array | None:
+def _merge_batch(
+    how: How, operands: Combine, batched: Combine, topk: int, dtype: np.dtype | None = None
+) -> jax.Array | None:
     rows, positions, scales = operands
+    if isinstance(rows, QuantizedArray):
+        return None
     size = vmap.batch_size(operands, batched)
     positions = vmap.for_each(positions, batched.positions, size)
     if size * max(positions.shape[1], rows.shape[-2]) > MAX_ROWS:
@@ -73,25 +91,37 @@ class Place(NamedTuple):
 
 
 def combine(
-    launcher: Launcher, operands: Combine, topk: int, place: Place | None = None, columns: range | None = None
+    launcher: Launcher,
+    operands: Combine,
+    topk: int,
+    place: Place | None = None,
+    columns: range | None = None,
+    dtype: np.dtype | None = None,
 ) -> jax.Array:
     """Launches COMBINE's kernel.
 
     Args:
+      dtype: as in COMBINE.
       place: by default a new array of as many columns as are added up.
       columns: the columns of the rows that are added up; by default all N.
     """
+    if is_quantized(operands.rows) and launcher.target.compute_capability < FP8_COMPUTE_CAPABILITY:
+        sums = _plain(operands, topk, dtype)
+        return sums if columns is None else sums[:, columns.start : columns.stop]
     from jgg.kernels.combine import combine_kernel
 
     rows, positions, scales = operands
+    dtype, (values, row_scales) = operands.dtype_of_sums(dtype), values_and_scales(rows)
     num_tokens, columns = len(positions) // topk, range(rows.shape[1]) if columns is None else columns
     y, first_column, num_columns = place or Place(None, 0, len(columns))
     # a thread makes about eight loads of 16 bytes at once, whatever topk is
     block_rows = max(2, 16 // power_of_2(topk, least=1))
-    block_columns = min(256 if topk == 1 else 512, power_of_2(len(columns)))
+    least = {} if row_scales is None else {"least": BLOCK}
+    block_columns = min(256 if topk == 1 else 512, power_of_2(len(columns), **least))
     launch = Launch(
         operands={
-            "rows": rows,
+            "rows": values,
+            "row_scales": row_scales,
             "positions": positions,
             "scales": flat(scales),
             "num_tokens": num_tokens,
@@ -99,7 +129,7 @@ def combine(
             "first_of_rows": columns.start,
             "first_of_y": first_column,
         },
-        outputs={"y": jax.ShapeDtypeStruct((num_tokens, num_columns), rows.dtype) if y is None else y},
+        outputs={"y": jax.ShapeDtypeStruct((num_tokens, num_columns), dtype) if y is None else y},
         constants={
             "COLUMNS": len(columns),
             "ROWS_COLUMNS": rows.shape[1],
@@ -110,9 +140,15 @@ def combine(
         },
         grid=(math.ceil(num_tokens / block_rows), math.ceil(len(columns) / block_columns)),
         flops=rows.shape[0] * len(columns),
-        bytes_accessed=(rows.shape[0] + num_tokens) * len(columns) * rows.dtype.itemsize,
+        bytes_accessed=(rows.shape[0] * values.dtype.itemsize + num_tokens * dtype.itemsize) * len(columns),
     )
     return launcher.run(combine_kernel, launch)["y"]
+
+
+def _letters(operands: Combine, topk: int, dtype: np.dtype | None = None) -> Letters | None:
+    if is_quantized(operands.rows):
+        return None
+    return Letters({"rows": ".n", "positions": ".", "scales": None}, (".n",), ("",))
 
 
 COMBINE: Product[jax.Array] = Product(
@@ -121,10 +157,14 @@ COMBINE: Product[jax.Array] = Product(
     result_types=_result_types,
     plain=_plain,
     launch=combine,
-    letters=lambda operands, topk: Letters({"rows": ".n", "positions": ".", "scales": None}, (".n",), ("",)),
+    letters=_letters,
+    several=split_by_xla(_plain),
     merge_batch=_merge_batch,
 )
-"""The weighted sum of each token's rows, in float32: y [T, N] in the dtype of rows. The parameter is topk."""
+"""The weighted sum of each token's rows, in float32: y [T, N] in the dtype of rows.
+
+The parameters are topk and, for quantized rows, the dtype of y.
+"""
 
 
 def gather(how: How, topk: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
@@ -137,11 +177,27 @@ def gather(how: How, topk: int) -> Callable[[jax.Array, jax.Array], jax.Array]:
 
 
 def expert_order(
-    launcher: Launcher, x: jax.Array, gather_indices: jax.Array | None, topk: int, columns: range | None = None
+    launcher: Launcher,
+    x: jax.Array | QuantizedArray,
+    gather_indices: jax.Array | None,
+    topk: int,
+    columns: range | None = None,
+    dtype: np.dtype | None = None,
 ) -> jax.Array:
-    """Gathers tokens x [T, K], or a range of their columns, as rows in expert order, by a kernel."""
+    """Gathers tokens x [T, K], or a range of their columns, as rows in expert order, by a kernel.
+
+    Args:
+      dtype: the dtype of the rows, if x is quantized.
+    """
     assert gather_indices is not None  # a problem that permutes has some
-    return combine(launcher, Combine(x, gather_indices // topk), 1, columns=columns)
+    return combine(launcher, Combine(x, gather_indices // topk), 1, columns=columns, dtype=dtype)
+
+
+def dense_rows(how: How, rows: jax.Array | QuantizedArray, dtype: np.dtype) -> jax.Array:
+    """The rows, dequantized by a kernel if they are quantized."""
+    if isinstance(rows, QuantizedArray):
+        return COMBINE(how, Combine(rows, jnp.arange(rows.shape[0], dtype=jnp.int32)), topk=1, dtype=dtype)
+    return rows
 
 
 def token_order(

@@ -9,13 +9,14 @@ import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import KernelConfigDW
 from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import QuantizedArray
 from jgg.core.schedule import GroupBounds, Rows, guarded, row_parts
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import flat
 from jgg.primitives import vmap
 from jgg.primitives.partitioning import Letters
 from jgg.primitives.product import Product, array_type
-from jgg.products.combine import Combine, combine, expert_order
+from jgg.products.combine import Combine, combine, dense_rows, expert_order
 from jgg.products.launches import column_parts, every_gpu, hopper
 from jgg.products.launches.operands import OuterProduct
 from jgg.products.launches.pieces import Pieces
@@ -29,9 +30,10 @@ class Dw(NamedTuple):
     """The arrays as `grouped_gemm_dw` takes them, and bounds, the rows of each group.
 
     With a 16-bit x, dy may have another dtype; the kernels then multiply dy as two pieces (see `launches.pieces`).
+    x may be a QuantizedArray, with a scale for 128 features of a row; it stands for what it dequantizes to.
     """
 
-    x: jax.Array
+    x: jax.Array | QuantizedArray
     dy: jax.Array
     bounds: GroupBounds
     gather_indices: jax.Array | None = None
@@ -40,6 +42,7 @@ class Dw(NamedTuple):
 
 def _plain(operands: Dw, problem: GroupedGemmProblem) -> jax.Array:
     x, dy, bounds, gather_indices, topk_weights = operands
+    x = x.dequantize(problem.dtype) if isinstance(x, QuantizedArray) else x
     if problem.is_dense:
         return dense.dw(problem, x, dy)
     x_rows, dy_rows = Rows(x, plain.x_rows(problem, gather_indices)), Rows(dy, plain.y_rows(problem, gather_indices))
@@ -52,24 +55,29 @@ def _plain(operands: Dw, problem: GroupedGemmProblem) -> jax.Array:
 def _launch(
     launcher: Launcher, operands: Dw, problem: GroupedGemmProblem, config: KernelConfigDW | None = None
 ) -> jax.Array:
-    x, dy, gather_indices = operands.x, operands.dy, operands.gather_indices
+    x: Any = operands.x
+    dy, gather_indices = operands.dy, operands.gather_indices
     scales = row_scales(operands.topk_weights, gather_indices)
     plan = plan_dw(problem, launcher.target, scales_dy=scales is not None, config=config)
     if plan.copies_dy:
         positions = gather_indices if problem.permute_y else jnp.arange(problem.num_rows, dtype=jnp.int32)
         assert positions is not None
         dy = combine(launcher, Combine(dy, positions, scales), topk=1)
+    if isinstance(x, QuantizedArray) and not plan.copies_x:
+        rows = jnp.arange(x.shape[0], dtype=jnp.int32)
+        x = combine(launcher, Combine(x, rows), topk=1, dtype=problem.dtype)
     pieces = Pieces.of(dy, problem.dtype)
     product = OuterProduct(plan.problem, plan.config, x, pieces, operands.bounds, gather_indices)
     if plan.part_features is None:
         multiply = hopper.multiply_dw if plan.config.kernel == "hopper" else every_gpu.multiply_dw
         if plan.copies_x:
-            product = dataclasses.replace(product, x=expert_order(launcher, x, gather_indices, problem.topk))
+            x = expert_order(launcher, x, gather_indices, problem.topk, dtype=problem.dtype)
+            product = dataclasses.replace(product, x=x)
         return multiply(launcher, product) if plan.row_parts == 1 else _sum_of_parts(launcher, product, plan.row_parts)
     dw: Any = None
     for features in column_parts.ranges(problem.in_features, plan.part_features):
         x, dw = column_parts.after(x, dw)
-        rows = expert_order(launcher, x, gather_indices, problem.topk, features)
+        rows = expert_order(launcher, x, gather_indices, problem.topk, features, problem.dtype)
         part = dataclasses.replace(product, x=rows, first_feature=features.start)
         dw = hopper.multiply_dw(launcher, part, dw)
     return dw
@@ -98,12 +106,21 @@ def row_scales(topk_weights: jax.Array | None, gather_indices: jax.Array | None)
 def _merge_batch(
     how: How, operands: Dw, batched: Dw, problem: GroupedGemmProblem, config: KernelConfigDW | None = None
 ) -> jax.Array | None:
+    if isinstance(operands.x, QuantizedArray):
+        return None
     compute = functools.partial(DW, how, config=config)
     batch = vmap.Batch.of(problem, operands, batched, "x", "dy")
     return None if batch is None else batch.split(vmap.more_groups(compute, batch, operands, batched, ("x", "dy")))
 
 
-def _letters(operands: Dw, problem: GroupedGemmProblem) -> Letters:
+def _several(how: How, operands: Dw, problem: GroupedGemmProblem) -> jax.Array:
+    """Computes on several devices: a quantized x is dequantized first."""
+    return DW(how, operands._replace(x=dense_rows(how, operands.x, problem.dtype)), problem=problem)
+
+
+def _letters(operands: Dw, problem: GroupedGemmProblem) -> Letters | None:
+    if isinstance(operands.x, QuantizedArray):
+        return None
     rows = {"x": ".k", "dy": ".n", "gather_indices": ".", "topk_weights": None}
     return Letters(rows, (problem.w_layout,), ("",))
 
@@ -115,6 +132,7 @@ DW: Product[jax.Array] = Product(
     plain=_plain,
     launch=_launch,
     letters=_letters,
+    several=_several,
     merge_batch=_merge_batch,
 )
 """dw in the shape and layout of w and in `problem.dw_dtype`; the parameter is the problem."""

@@ -94,16 +94,16 @@ def _problem(
     )
 
 
-def _apply_plain(operands: Apply, precision: jax.lax.Precision) -> jax.Array:
-    return jnp.matmul(operands.p, operands.x, precision=precision)
+def _apply_plain(operands: Apply, dtype: Any, precision: jax.lax.Precision) -> jax.Array:
+    return jnp.matmul(operands.p, operands.x, precision=precision, preferred_element_type=dtype)
 
 
-def _apply_launch(launcher: Launcher, operands: Apply, precision: jax.lax.Precision) -> jax.Array:
+def _apply_launch(launcher: Launcher, operands: Apply, dtype: Any, precision: jax.lax.Precision) -> jax.Array:
     p, x = map(_one_axis, operands)
     num_groups, rows, size = p.shape
     starts = jnp.arange(num_groups, dtype=jnp.int32) * rows
     bounds = GroupBounds(starts, starts + rows, jnp.full(num_groups, rows, jnp.int32))
-    problem = _problem(p, x.shape[2], x.dtype, precision, "ekn")
+    problem = _problem(p, x.shape[2], dtype, precision, "ekn")
     y = FORWARD.launch(launcher, Forward(p.reshape(-1, size), x, bounds), problem=problem)
     return y.reshape(*operands.p.shape[:-1], x.shape[2])
 
@@ -151,12 +151,10 @@ SYMMETRIC: Product[jax.Array] = Product(
 APPLY: Product[jax.Array] = Product(
     "apply",
     Apply,
-    result_types=lambda operands, precision: array_type(
-        (*operands.p.shape[:-1], operands.x.shape[-1]), operands.x.dtype
-    ),
+    result_types=lambda operands, dtype, precision: array_type((*operands.p.shape[:-1], operands.x.shape[-1]), dtype),
     plain=_apply_plain,
     launch=_apply_launch,
     letters=_letters_of_apply,
     merge_batch=_merge_batch_of_apply,
 )
-"""p @ x, in the dtype of both; the parameter is the precision of float32 products."""
+"""p @ x, in `dtype`; `precision` is that of float32 products."""

@@ -6,6 +6,7 @@ import inspect
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import jax.numpy as jnp
 import pytest
@@ -124,6 +125,15 @@ def test_every_number_has_a_type_that_says_its_bounds():
     counts = options_of(types.positive_int)
     assert ("demo", "--steps") in counts and ("tune", "--workers") in counts
     assert options_of(types.seed)[:2] == [("demo", "--seed"), ("bench", "--seed")]
+
+
+def test_a_value_may_be_two_dashes(capsys):
+    args = parser.parse("", ["generate", "m", "--prompt=--", "--stop=--", "--stop", "x"])
+    assert (args.prompt, args.stop) == ("--", ["--", "x"])
+    assert parser.parse("", ["evaluate", "m", "--data=--"]).data == [Path("--")]
+    with pytest.raises(SystemExit):
+        parser.parse("", ["generate", "m", "--max-new-tokens=--"])
+    assert "--max-new-tokens: must be a whole number, got '--'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

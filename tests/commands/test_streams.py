@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 import tempfile
 
@@ -30,9 +31,17 @@ def test_tune_prints_json(tmp_path, capsys):
 
 def test_progress_shows_its_counts_beside_a_long_text(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with progress(600) as tell:
         tell("word " * 30, 600)
-    assert "600/600 0:00:00" in capsys.readouterr().err
+    assert "600/600 0:00:00" in re.sub(r"\x1b\[[^A-Za-z]*[A-Za-z]", "", capsys.readouterr().err)
+
+
+def test_progress_is_shown_on_a_terminal_alone(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # as notebooks set it for the commands that they run
+    with progress(600) as tell:
+        tell("word", 600)
+    assert capsys.readouterr().err == ""
 
 
 MISTAKES = {

@@ -205,7 +205,7 @@ STACKS = [(4, 1536, 2048), (24, 768, 2048), (40, 520, 200), (20, 1000, 136), (20
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("shape", STACKS)
 def test_kernels_on_a_gpu(shape, dtype, kernel):
-    check_on_a_gpu(shape, dtype, None if kernel == "plain" else HOPPER)
+    check_on_a_gpu(shape, dtype, PLAIN if kernel == "plain" else HOPPER)
 
 
 @pytest.mark.gpu
@@ -214,6 +214,9 @@ def test_kernels_on_a_gpu(shape, dtype, kernel):
 )
 def test_other_sizes_on_a_gpu(shape, dtype):
     check_on_a_gpu(shape, dtype, None)
+
+
+PLAIN = KernelConfigForward(block_m=128, block_n=128, num_warps=8, num_stages=3)
 
 
 def check_on_a_gpu(shape, dtype, config):
@@ -234,7 +237,10 @@ def check_on_a_gpu(shape, dtype, config):
     terms = {"scale": -0.5, "add_scale": 1.5, "diagonal": 3.0}
     p = run(gram, add=gram, **terms)
     assert_close(p, expected(gram, add=gram, **terms), dtype)
-    assert_close(run(p, gram), expected(p, gram), dtype)
+    product = run(p, gram)
+    assert_close(product, expected(p, gram), dtype)
+    for symmetric in (gram, p, product):  # also where left and right, rounded, do not commute
+        np.testing.assert_array_equal(symmetric, symmetric.mT)
     np.testing.assert_array_equal(p, run(gram, add=gram, **terms))
     want = np.asarray(p, np.float64) @ np.asarray(x, np.float64)
     assert_close(jax.jit(functools.partial(apply, **options))(p, x), want, dtype)
@@ -246,7 +252,7 @@ def check_on_a_gpu(shape, dtype, config):
 def test_offsets_past_two_billion_elements_on_a_gpu(kernel):
     """Only the last matrices, which are past 2**31 elements, are not zero."""
     size, reduced = 8192, 64
-    config = None if kernel == "plain" else HOPPER
+    config = PLAIN if kernel == "plain" else HOPPER
     x = jnp.zeros((34, size, reduced), "bfloat16").at[33].set(normal(size, reduced, dtype="bfloat16"))
     y = jax.jit(functools.partial(symmetric_product, kernel_config=config, implementation="triton"))(x)
     assert not jnp.any(y[:33])
@@ -261,19 +267,22 @@ def lower(compute, *shapes, dtype="bfloat16"):
 
 
 @pytest.mark.parametrize(
-    ("config", "options", "kernel"),
+    ("config", "options", "size", "kernel"),
     [
-        (None, {}, "symmetric_kernel"),
-        (HOPPER, {}, "hopper_symmetric_kernel"),
-        (HOPPER, {"preferred_element_type": "float32"}, "symmetric_kernel"),
-        (HOPPER, {"add": jnp.ones((2, 128, 128))}, "symmetric_kernel"),
-        (dataclasses.replace(HOPPER, block_n=128), {}, "symmetric_kernel"),
+        (None, {}, 128, "symmetric_kernel"),
+        (None, {}, 264, "hopper_symmetric_kernel"),
+        (None, {}, 260, "symmetric_kernel"),
+        (HOPPER, {}, 128, "hopper_symmetric_kernel"),
+        (PLAIN, {}, 264, "symmetric_kernel"),
+        (HOPPER, {"preferred_element_type": "float32"}, 128, "symmetric_kernel"),
+        (HOPPER, {"add": jnp.ones((2, 128, 128))}, 128, "symmetric_kernel"),
+        (dataclasses.replace(HOPPER, block_n=128), {}, 128, "symmetric_kernel"),
     ],
 )
-def test_a_configuration_chooses_the_kernel(config, options, kernel, launched, monkeypatch):
+def test_a_configuration_chooses_the_kernel(config, options, size, kernel, launched, monkeypatch):
     """Where the warp-specialized kernel is asked for and cannot run, the one of every GPU does."""
     monkeypatch.setattr(requirements, "unlike", lambda asked: None)
-    lower(functools.partial(symmetric_product, kernel_config=config, **options), (2, 128, 64))
+    lower(functools.partial(symmetric_product, kernel_config=config, **options), (2, size, 64))
     assert [name for name, _ in launched] == [kernel]
 
 

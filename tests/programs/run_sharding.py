@@ -30,6 +30,7 @@ from tests.support.sharded_cases import (
     LOW_RANK_CASES,
     OTHER_CASES,
     assert_case_is_right,
+    assert_fp8_case_is_right,
     assert_quantized_weights_are_right,
     assert_shards_close,
     make,
@@ -215,6 +216,14 @@ def check_quantized_weights():
     assert_quantized_weights_are_right("dequantized", sharding)
 
 
+def check_fp8():
+    """Rows are sent in FP8 along all axes: too many for a device, of frozen weights and terms of low rank too."""
+    recipe = jgg.Fp8(jnp.float8_e5m2, power_of_2_scales=True)
+    name = "overloaded device with an even share of room, ragged_all_to_all"
+    assert_fp8_case_is_right(name, mesh_of("both"), recipe)
+    assert_fp8_case_is_right("expert by all-gather", mesh_of("Explicit"), jgg.Fp8(), make_terms(256, 256))
+
+
 def check_packed_weights():
     """Weights in MXFP4, gathered and split over experts and hidden features, by whole bytes and scales."""
 
@@ -373,6 +382,7 @@ def check_all_else():
     check_sums()
     check_four_devices()
     check_quantized_weights()
+    check_fp8()
     check_packed_weights()
     check_float32_weights()
     check_quantizing_on_explicit_axes()

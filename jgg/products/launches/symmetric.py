@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.heuristic import plain_config
+from jgg.configs.heuristic import hopper_config, plain_config
 from jgg.configs.kernel_configs import KernelConfigForward, Tile
 from jgg.configs.requirements import can_run
 from jgg.core.gpu_target import Target
@@ -40,16 +40,28 @@ class SymmetricProduct:
 
 def multiply(launcher: Launcher, product: SymmetricProduct, config: KernelConfigForward | None) -> jax.Array:
     """Computes the result, [G, N, N]."""
-    if config is not None and config.kernel == "hopper":
-        if _hopper_can_run(product, launcher.target, config):
-            return _multiply_in_clusters(launcher, product, config)
-        config = None
-    config = symmetric_config(product.problem, launcher.target) if config is None else config
-    return _multiply_on_every_gpu(launcher, product, config)
+    config = _chosen_config(product, launcher.target, config)
+    return (_multiply_in_clusters if config.kernel == "hopper" else _multiply_on_every_gpu)(launcher, product, config)
+
+
+def _chosen_config(
+    product: SymmetricProduct, target: Target, config: KernelConfigForward | None
+) -> KernelConfigForward:
+    """The configuration that is asked for, if its kernel can compute a product, or the default one.
+
+    By default the warp-specialized kernel multiplies matrices of more rows than its tile has.
+    """
+    problem, hopper = product.problem, hopper_config(KernelConfigForward, product.problem.w_layout)
+    assert isinstance(hopper, KernelConfigForward)
+    if config is None and problem.out_features > _HOPPER_TILE.rows:
+        config = hopper
+    if config is None or (config.kernel == "hopper" and not _hopper_can_run(product, target, config)):
+        config = symmetric_config(problem, target)
+    return config
 
 
 def symmetric_config(problem: GroupedGemmProblem, target: Target) -> KernelConfigForward:
-    """The heuristic's configuration of the plain kernel, by that of a forward product; none spills registers.
+    """The default configuration of the plain kernel, by that of a forward product; none spills registers.
 
     - Tiles are no wider than high: of wider ones more elements lie above the diagonal.
     - A tile is stored twice. On GPUs of compute capability 9.0, while one of a multiprocessor's two programs stores,
