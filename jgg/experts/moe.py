@@ -13,7 +13,7 @@ from jgg.activations import ActivationLike
 from jgg.core.arguments import as_array
 from jgg.core.manual_axes import alike
 from jgg.core.matrix import Factors, Matrix
-from jgg.core.quantized import QuantizedArray, QuantizedWeights
+from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_bits, from_bits
 from jgg.core.schedule import as_indices, between_groups, inverse_permutation, saturated_int32
 from jgg.experts.arguments import ExpertWeights, MlpOptions, check_shapes, checked_routing, expert_weights
 from jgg.experts.exchange import Arrival, Exchange
@@ -184,6 +184,14 @@ def _sent(linear: Linear, rows: jax.Array, exchange: Exchange) -> QuantizedArray
     return jax.tree.map(exchange.there, quantized)
 
 
+def _beside_quantization(linear: Linear, rows: Rows, matrix: Matrix) -> tuple[Rows, Matrix]:
+    """Rows that are sent, and the matrix that they are multiplied by, quantized while they are on their way."""
+    matrix = layer.quantized_ahead(linear, matrix)
+    # bits, since a conversion is in no kernel, and XLA waits for the rows where they are converted
+    bits, matrix = barrier((jax.tree.map(as_bits, rows), matrix))
+    return jax.tree.map(lambda part, own: from_bits(own, part.dtype), rows, bits), matrix
+
+
 def _prepared(mlp: MoeMlp, operands: Operands, keeps: bool) -> Operands:
     """What the forward pass reads."""
     if operands.exchange is not None:
@@ -196,10 +204,13 @@ def _prepared(mlp: MoeMlp, operands: Operands, keeps: bool) -> Operands:
 
 
 def _forward_pass(mlp: MoeMlp, operands: Operands, keeps: bool) -> tuple[jax.Array, _Kept]:
+    x, gate_up = operands.x, operands.gate_up
+    if operands.exchange is not None:
+        x, gate_up = _beside_quantization(mlp.up, x, gate_up)
     activated, rows_up = layer.forward_activated(
         mlp.up,
-        operands.x,
-        operands.gate_up,
+        x,
+        gate_up,
         mlp.routes(operands),
         operands.b_gate_up,
         activation=mlp.activation,
@@ -244,8 +255,10 @@ def _activation_backward(
     With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept. Also
     returns the rows dy @ b of w_down's factors, or None.
     """
-    routes = mlp.routes(operands)
-    z, d_rows = layer.forward(mlp.transposed_down, dy, operands.down.of_transposed_layer, routes)
+    routes, down = mlp.routes(operands), operands.down.of_transposed_layer
+    if operands.exchange is not None:
+        dy, down = _beside_quantization(mlp.transposed_down, dy, down)
+    z, d_rows = layer.forward(mlp.transposed_down, dy, down, routes)
     stored_as = mlp.transposed_down.row_format
     in_group = between_groups(routes.bounds, mlp.up.problem.num_rows) if stored_as is None else None
     activated = ActivateBackward(kept.pre_activation, z, mlp.row_weights(operands), in_group)

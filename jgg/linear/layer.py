@@ -27,7 +27,7 @@ from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx, DxResults
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.low_rank import LowRankTerm
-from jgg.products.quantize import QUANTIZE_ROWS, Quantize
+from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize, with_quantized
 from jgg.products.unpack import UNPACK, dequantized
 from jgg.products.up import UP
 
@@ -51,6 +51,15 @@ def prepared(linear: Linear, matrix: Matrix, *, keeps: bool, name: str = "jgg_we
         return matrix
     is_quantized_once = linear.recipe.keeps_weights or dense.dtype.itemsize > dtype.itemsize
     return matrix.with_forms(both_forms(linear.how, dense, linear.recipe.format)) if is_quantized_once else matrix
+
+
+def quantized_ahead(linear: Linear, matrix: Matrix) -> Matrix:
+    """The matrix with the quantized form that `forward` by a recipe reads, which `forward` else quantizes itself."""
+    form = _read(linear, matrix, linear.problem.w_layout)
+    if not isinstance(form, ToQuantize):
+        return matrix
+    quantized = with_quantized(form, functools.partial(QUANTIZE_WEIGHTS, linear.how))
+    return matrix._replace(transposed=quantized) if form.is_transposed else matrix._replace(straight=quantized)
 
 
 def kept(linear: Linear, matrix: Matrix) -> Matrix:
