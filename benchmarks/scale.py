@@ -206,7 +206,7 @@ def measure(layer: Layer, strategy: Strategy, dtype="bfloat16", steps: int = 10)
         strategy=strategy,
         seconds=median_seconds(run, REPEATS)[0] / steps,
         tokens=len(x),
-        moved=bytes_sent(str(program.as_text())) + _bytes_of_ragged_exchange(layer, strategy, dtype, quantization),
+        moved=bytes_sent(str(program.as_text())) + bytes_of_ragged_exchange(layer, strategy, dtype, quantization),
         overflow=int(metrics.overflow),
         load=float(rows.max() / rows.mean()),
         error=_error(functools.partial(module.apply, quantization=quantization), params, x, y, layer.tokens),
@@ -265,7 +265,7 @@ def _error(apply, params, x, y, tokens):
     return float(jnp.linalg.norm(y.astype(jnp.float32) - want) / jnp.linalg.norm(want))
 
 
-def _bytes_of_ragged_exchange(layer, strategy, dtype, quantization):
+def bytes_of_ragged_exchange(layer, strategy, dtype, quantization=None) -> float:
     """Bytes that a device sends if rows are routed evenly: to the experts and back, in forward and in backward.
 
     With room for all tokens, a token goes once to each other device that has experts of its k different random choices.

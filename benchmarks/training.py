@@ -83,8 +83,14 @@ def sharding_of(args, devices: Any) -> MoESharding | None:
         return None
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
     mesh = jax.sharding.Mesh(np.asarray(devices[:count]).reshape(sizes), AXES, axis_types=kinds)
-    split = {axis: axis for axis, size in zip(AXES, sizes, strict=True) if size > 1} | {"fsdp": "fsdp"}
-    return MoESharding(mesh, **split, exchange=args.exchange, buffer_factor=args.buffer_factor)
+    return MoESharding(
+        mesh,
+        fsdp="fsdp",
+        expert="expert" if args.expert > 1 else None,
+        tensor="tensor" if args.tensor > 1 else None,
+        exchange=args.exchange,
+        buffer_factor=args.buffer_factor,
+    )
 
 
 def balanced_choices(config: jgg.models.ModelConfig, shape: tuple[int, int]) -> jax.Array:
@@ -217,6 +223,7 @@ def measure(args, config: jgg.models.ModelConfig) -> Measured:
     speed = meter.read()
     if not math.isfinite(loss):
         raise FloatingPointError(f"the loss is {loss}")
+    print(f"{args.steps} steps: {speed}", flush=True)  # in case the profiler fails
     shares = None
     if args.trace is not None:
         with jax.profiler.trace(str(args.trace)):

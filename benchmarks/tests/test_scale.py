@@ -124,7 +124,6 @@ def test_scale_measures_what_is_sent(tmp_path):
     )
     _, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
-    assert "6/6" in errors  # the progress bar
     measured = json.loads((tmp_path / "scale.json").read_text())["measurements"]
     assert [m["name"] for m in measured] == ["one device", *SENT]
     for entry in measured:
