@@ -7,7 +7,7 @@ The model of a layer: a device takes the time of one GPU, times the ratio of the
 (`benchmarks.layer_roofline`: as many rows, but weights of fewer experts and more tokens, or fewer features), and then
 what it sends takes bytes / LINK. That of a step: FLOPs at the speed that one GPU had, AdamW's bytes at the speed of a
 copy, and bytes / LINK. Nothing overlaps in the time that is predicted; "hidden" is the time if all that is sent moved
-beside computations. Bytes are counted as in `benchmarks.scale.bytes_sent`.
+beside computations. Bytes are counted as in `benchmarks.sent.bytes_sent`.
 """
 
 import argparse
@@ -28,8 +28,9 @@ from benchmarks.layer import FORWARD_BACKWARD, LayerProblem
 from benchmarks.layer_roofline import least_layer_seconds, parts_of
 from benchmarks.model_configs import config_of
 from benchmarks.model_roofline import Speeds, least_training_seconds, tensors_of
+from benchmarks.sent import bytes_of_ragged_exchange
 from benchmarks.strategies import Strategy, choose_strategies
-from benchmarks.training import add_model_options
+from benchmarks.training_step import add_model_options
 from jgg.cli import run as run_command
 from jgg.cli.console import print_table
 from jgg.measuring.workloads import OPS, Layer, load_layers
@@ -71,23 +72,27 @@ def predict_layer(layer: Layer, strategy: Strategy, one_device: float) -> Predic
     own = strategy.expert * strategy.tensor
     tokens = layer.tokens * layer.hidden * _BYTES
     weights = 3 * layer.experts * layer.hidden * layer.expert_intermediate * _BYTES / own
-    share, extra, sent = layer, 0.0, 0.0
+    share, sent = layer, 0.0
     if strategy.tensor > 1:
         share = dataclasses.replace(
             layer, tokens=own * layer.tokens, expert_intermediate=layer.expert_intermediate // own
         )
         sent = 4 * (own - 1) * tokens  # gathers of x and dy, sums of y and dx
-    elif strategy.exchange == "ragged_all_to_all" and own > 1:
-        extra = 2 * (layer.topk + 1) * tokens / COPY  # rows are copied into order before they are sent
-        sent = 4 * layer.topk * tokens * (own - 1) / own
     elif own > 1:
         share = dataclasses.replace(
             layer, tokens=own * layer.tokens, experts=layer.experts // own, topk=max(1, layer.topk // own)
         )
-        sent = 4 * (own - 1) * tokens
+        sent = exchanged(layer, strategy)
     others = (strategy.replicas - 1) / strategy.replicas
     sent += (3 if strategy.fsdp else 2) * others * weights  # two gathers and a reduce-scatter, or an all-reduce
-    return Predicted(one_device * _least(share) / _least(layer) + extra, sent)
+    return Predicted(one_device * _least(share) / _least(layer), sent)
+
+
+def exchanged(layer: Layer, strategy: Strategy) -> float:
+    """Bytes that a device sends along the expert axis: tokens and results in forward, and their gradients."""
+    if strategy.exchange == "ragged_all_to_all":
+        return bytes_of_ragged_exchange(layer, strategy, "bfloat16")
+    return 4 * (strategy.expert - 1) * layer.tokens * layer.hidden * _BYTES
 
 
 @functools.cache
@@ -129,14 +134,11 @@ def step_of(args, config: jgg.models.ModelConfig) -> Step:
     flops = least_training_seconds(config, tensors_of(model), unbounded, args.batch, args.sequence, False)
     assert flops is not None
     others = (devices - 1) / devices
-    tokens = args.batch * args.sequence * config.features * _BYTES * (len(config.is_dense) - sum(config.is_dense))
-    # rows go there, and again in the backward pass if they are not kept; their gradients come; results and dx go back
-    if args.exchange == "ragged_all_to_all":
-        exchange = 5 * config.moe.topk * tokens * (expert - 1) / expert
-    else:
-        exchange = 5 * (expert - 1) * tokens
+    moe, count = config.moe, len(config.is_dense) - sum(config.is_dense)
+    layer = Layer("own", args.batch * args.sequence, config.features, 1, moe.num_experts, moe.topk)
+    way = Strategy(expert=expert, exchange=args.exchange, buffer_factor=args.buffer_factor or expert)
     sent = {
-        "exchange": exchange,
+        "exchange": 5 / 4 * count * exchanged(layer, way),  # x is sent again in the backward pass, as it is not kept
         "experts": 3 * (fsdp - 1) / fsdp * experts / expert * _BYTES,
         "other matrices of layers": 3 * others * layers * _BYTES,
         "embedding and head": 2 * others * ends * _BYTES,  # gathered once

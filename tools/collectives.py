@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import re
 
-from benchmarks.scale import bytes_sent
+from benchmarks.sent import bytes_sent
 from tools.hlo import Loop, loops_of
 
 _COLLECTIVE = re.compile(
@@ -20,7 +20,7 @@ class Collective:
 
     Attributes:
       kind: such as "all-gather".
-      bytes_sent: by each device in one pass, as `benchmarks.scale.bytes_sent` counts; 0 for a ragged exchange.
+      bytes_sent: by each device in one pass, as `benchmarks.sent.bytes_sent` counts; 0 for a ragged exchange.
       beside: names of the kernels that start after it does and before its result is waited for.
     """
 
@@ -43,8 +43,8 @@ def collectives_of(loop: Loop) -> list[Collective]:
     return results
 
 
-def report(text: str) -> str:
-    """For each loop its collectives, and what each device sends in a step."""
+def report(text: str, top: int = 2) -> str:
+    """For each loop its collectives, with the kernels of which most run beside them, and what a device sends in all."""
     lines, total = [], 0.0
     for loop in loops_of(text):
         found = collectives_of(loop)
@@ -52,10 +52,15 @@ def report(text: str) -> str:
         total += of_step
         if found:
             lines += ["", f"{loop.name}: {loop.passes} x {len(found)} collectives, {of_step / 1e9:.2f} GB sent"]
-        for each in found:
-            beside = ", ".join(f"{count} x {name}" for name, count in collections.Counter(each.beside).items())
-            lines.append(f"  {each.kind}: {each.bytes_sent / 1e6:.1f} MB, beside {beside or 'nothing'}")
+        lines += [f"  {each.kind}: {each.bytes_sent / 1e6:.1f} MB, beside {_beside(each, top)}" for each in found]
     return "\n".join([f"each device sends {total / 1e9:.2f} GB in a step", *lines])
+
+
+def _beside(collective: Collective, top: int) -> str:
+    names = collections.Counter(collective.beside).most_common()
+    parts = [f"{count} x {name}" for name, count in names[:top]]
+    others = sum(count for _, count in names[top:])
+    return ", ".join([*parts, f"{others} others"] if others else parts) or "nothing"
 
 
 def _name(line: str) -> str:

@@ -67,6 +67,7 @@ class MlpOptions:
       activation, interleaved, w_layout, precision, quantization, implementation: as in `jgg.moe_mlp`.
       names: as `residual_names` of `jgg.moe_mlp` gives them.
       spare_sms, expected_rows: as in `jgg.moe_mlp`.
+      spare_sms_always: multiprocessors that every product leaves idle.
     """
 
     activation: Activation
@@ -78,6 +79,7 @@ class MlpOptions:
     names: ResidualNames
     spare_sms: int = 0
     expected_rows: int | None = None
+    spare_sms_always: int = 0
 
     @classmethod
     def checked(

@@ -64,7 +64,7 @@ class MoeMlp:
     def of(cls, x: jax.Array, weights: ExpertWeights, routing: Routing, options: MlpOptions) -> "MoeMlp":
         """The MLP of these arrays, checked, and options."""
         up, down = _problems(x, weights, routing, options)
-        how, recipe = how_of(up, options.implementation), options.quantization
+        how, recipe = how_of(up, options.implementation).sparing(options.spare_sms_always), options.quantization
         return cls(
             Linear(up, how, recipe=recipe, trains=weights.gate_up.is_trained),
             Linear(down, how, recipe=recipe, trains=weights.down.is_trained),
@@ -115,9 +115,7 @@ class MoeMlp:
     @property
     def sparing_up(self) -> Linear:
         """`up`, computed while `spare_sms` multiprocessors stay idle."""
-        target = self.how.target
-        target = dataclasses.replace(target, num_sms=max(1, target.num_sms - self.spare_sms))
-        return dataclasses.replace(self.up, how=self.how._replace(target=target))
+        return dataclasses.replace(self.up, how=self.how.sparing(self.spare_sms))
 
     def bounds(self, operands: Operands) -> GroupBounds:
         """The rows of each expert."""

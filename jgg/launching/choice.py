@@ -5,6 +5,7 @@ kernels on the CPU. With None a traced program holds both "triton" and "xla", an
 decides between them.
 """
 
+import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
@@ -31,6 +32,10 @@ class How(NamedTuple):
 
     implementation: str | None
     target: Target
+
+    def sparing(self, sms: int) -> "How":
+        """The same, but persistent programs leave so many multiprocessors idle."""
+        return self._replace(target=dataclasses.replace(self.target, num_sms=max(1, self.target.num_sms - sms)))
 
 
 class Launcher(NamedTuple):

@@ -27,9 +27,9 @@ def compiler_options(num_devices: int = 1) -> dict[str, Any]:
     GiB in a step of Qwen3-30B-A3B with LoRA and 2 x 4096 tokens. With these options it only allocates those of which it
     finds that the loop writes every element before it reads one, so that results stay the same.
 
-    On several devices, collectives run beside computations: the weights of the next layer of a scan are gathered while
-    a layer is computed, in the forward and in the backward pass, and gradients are sent while the next layer's are
-    computed. This takes the memory of one or two more layers' weights, and longer to compile.
+    Where devices hold parts of the parameters, collectives run beside computations: the weights of the next layer of a
+    scan are gathered while a layer is computed, in the forward and in the backward pass, and gradients are sent while
+    the next layer's are computed. This takes the memory of two more layers' weights, and longer to compile.
 
     `jgg.train.Trainer` uses them. In a loop of your own:
 
@@ -41,7 +41,7 @@ def compiler_options(num_devices: int = 1) -> dict[str, Any]:
     XLA_FLAGS=--xla_gpu_enable_dus_accumulator_zero_init_elimination=true.
 
     Args:
-      num_devices: number of devices that compute the step together.
+      num_devices: number of devices that the parameters are split over; 1 where each has all of them.
     """
     several = as_int("num_devices", num_devices, 1) > 1
     options = _OPTIONS | _OF_SEVERAL_DEVICES if several else _OPTIONS

@@ -80,7 +80,8 @@ class Trainer:
             put = functools.partial(jax.make_array_from_process_local_data, everywhere)
             state = jax.tree.map(lambda a: a if a.ndim else put(np.asarray(a)), state)
         self._state, splits = state, jax.tree.map(lambda a: a.sharding, state)
-        options = compiler_options(1 if everywhere is None else everywhere.mesh.size)
+        is_split = not all(a.sharding.is_fully_replicated for a in jax.tree.leaves(params))
+        options = compiler_options(len(everywhere.device_set) if is_split and everywhere is not None else 1)
         self._step = jax.jit(step, donate_argnums=0, out_shardings=(splits, everywhere), compiler_options=options)
 
     @property

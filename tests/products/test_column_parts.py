@@ -12,6 +12,7 @@ from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How, Launcher
 from jgg.products.combine import expert_order
 from jgg.products.launches import column_parts
+from jgg.sharding import MoESharding, sharded_moe_mlp
 from tests.support.marks import KERNELS
 from tests.support.moe_oracle import DATA, make
 from tests.support.moe_runs import run
@@ -183,3 +184,26 @@ def test_the_last_product_spares_multiprocessors(launched):
     *all_others, (name, (clusters,)) = grids()
     assert name == "hopper_kernel"
     assert grids(spare_sms=24) == [*all_others, (name, (clusters - 12,))]
+
+
+def test_all_products_beside_gathers_spare_multiprocessors(launched):
+    def grids(prevent_cse):
+        launched.clear()
+        mesh = jax.sharding.AbstractMesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+        sharding = MoESharding(mesh, fsdp="a", prevent_cse=prevent_cse)
+        floats = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((8192, 512), (16, 1024, 512), (16, 512, 512))]
+        chosen = jax.ShapeDtypeStruct((8192, 2), "int32")
+
+        @jax.jit
+        @functools.partial(jax.grad, argnums=0)
+        def run(floats, chosen):
+            y, _ = sharded_moe_mlp(*floats, jnp.ones(chosen.shape), chosen, sharding=sharding, implementation="triton")
+            return jnp.sum(y, dtype=jnp.float32)
+
+        with jgg.target(90, 132):
+            run.trace(floats, chosen).lower(lowering_platforms=("cuda",))
+        return [launch.grid[0] for name, launch in launched if name == "hopper_kernel"]
+
+    whole = grids(True)
+    assert max(whole) == 132 // 2  # clusters of two
+    assert grids(False) == [min(clusters, (132 - 32) // 2) for clusters in whole]

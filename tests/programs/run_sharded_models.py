@@ -180,8 +180,19 @@ def check_adapters():
 
 
 def check_quantized():
-    """Experts in FP8, quantized as they are loaded, and the logits."""
-    sharding, options = MoESharding(mesh(), **ALL), {"experts": jgg.Fp8()}
+    """Experts in FP8, quantized as they are loaded, with adapters, given choices and a mask: logits and gradients."""
+    sharding, options = MoESharding(mesh(), **ALL), {"experts": jgg.Fp8(), "lora_rank": 4, "remat": "names"}
+    mask, given = np.arange(7) < np.arange(8)[:, None], np.random.default_rng(0).integers(-1, 4, (2, 8, 7, 2))
+
+    @nnx.jit
+    def run(model):
+        def loss(model):
+            logits = model(TOKENS, mask=mask, topk_indices=given)
+            return jnp.mean(jnp.square(logits)), logits
+
+        (_, logits), gradients = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam), has_aux=True)(model)
+        return logits, gradients
+
     changes = {"hidden_size": 256, "moe_intermediate_size": 128}
     with tempfile.TemporaryDirectory() as folder:
         wide = jgg.models.model_config(config_of("qwen3_moe") | changes)
@@ -192,10 +203,15 @@ def check_quantized():
         )
     assert_in_place(nnx.state(model), sharding)
     assert model.layers.moe.w_down.get_value().values.dtype == jnp.float8_e4m3fn
-    got, want = (nnx.jit(lambda model: model(TOKENS))(each) for each in (model, whole))
+    for each in (whole, model):
+        nnx.update(each, jax.tree.map(lambda a: a + 0.1, nnx.state(each, nnx.LoRAParam)))
+    (got, got_gradients), (want, want_gradients) = run(model), run(whole)
     assert got.sharding.is_equivalent_to(sharding.named(sharding.token_spec), 3), got.sharding
     # where sums differ in the last bit, some numbers are rounded to their other neighbour in FP8
     assert distance(got, want) < 0.01
+    assert_in_place(got_gradients, sharding)
+    for own, expected in zip(*map(jax.tree.leaves, (got_gradients, want_gradients)), strict=True):
+        assert distance(own, expected) < 0.03
 
 
 def check_generation():

@@ -103,6 +103,16 @@ def check_four_devices():
             assert_shards_close(got[name], want[name], f"{axis}: {name}")
 
 
+def check_no_tokens():
+    """Weights are gathered, and their gradients scattered, for no rows."""
+    sharding, (floats, chosen, dy) = MoESharding(mesh_of(), **ALL), make("uneven")
+    floats |= {name: floats[name][:0] for name in ("x", "topk_weights")}
+    y, gradients, overflow = on_mesh(*place(floats, chosen[:0], dy[:0], sharding), sharding)
+    assert y.shape == dy[:0].shape and int(overflow) == 0
+    for name, gradient in gradients.items():
+        assert gradient.shape == floats[name].shape and not np.any(gradient), name
+
+
 def check_layer(kind):
     """A layer on a mesh against the same layer on one device: y, gradients and metrics. Some choices are given."""
     layer = MoELayer(24, **({"hidden_features": 20, "num_experts": 8, "topk": 2} | LAYERS[kind]))
@@ -381,6 +391,7 @@ def main(which="all"):
 def check_all_else():
     check_sums()
     check_four_devices()
+    check_no_tokens()
     check_quantized_weights()
     check_fp8()
     check_packed_weights()
