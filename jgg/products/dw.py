@@ -63,7 +63,7 @@ def _launch(
         positions = gather_indices if problem.permute_y else jnp.arange(problem.num_rows, dtype=jnp.int32)
         assert positions is not None
         dy = combine(launcher, Combine(dy, positions, scales), topk=1)
-    if isinstance(x, QuantizedArray) and not plan.copies_x:
+    if isinstance(operands.x, QuantizedArray) and not plan.copies_x:
         rows = jnp.arange(x.shape[0], dtype=jnp.int32)
         x = combine(launcher, Combine(x, rows), topk=1, dtype=problem.dtype)
     pieces = Pieces.of(dy, problem.dtype)
