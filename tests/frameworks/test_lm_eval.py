@@ -231,7 +231,7 @@ def test_chat_templates(folder, tasks):
         np.testing.assert_allclose([float(own[0]) for own in sample["filtered_resps"]], want, rtol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_the_command_of_lm_eval(folder, tasks, tmp_path):
     output = tmp_path / "output.json"
     command = ["-m", "jgg.integrations.lm_eval", "--model", "jgg", "--tasks", "jgg_choice"]
