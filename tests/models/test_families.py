@@ -13,11 +13,9 @@ import jgg.models
 from tests.support.digests import digest
 from tests.support.hf import assert_same_tensors
 from tests.support.marks import thorough_but
-from tests.support.models import DATA, MORE_FAMILIES, loaded, reference
+from tests.support.models import DATA, MORE_FAMILIES, OWN_PARTS, loaded, reference
 
 LENGTHS = np.array([1, 5, 9])
-# those with a mixer, a router or an MLP of their own; what generates as transformers does has the values of the others
-LEARNING = "deepseek_v3", "gemma4_text", "granitemoehybrid", "llama4", "qwen2_moe", "qwen3_next"
 
 
 @functools.cache
@@ -45,7 +43,7 @@ def logits_loss_and_gradients(family):
     return logits, loss, gradients
 
 
-@pytest.mark.parametrize("family", thorough_but(LEARNING, MORE_FAMILIES, pytest.mark.sweep))
+@pytest.mark.parametrize("family", thorough_but(OWN_PARTS, MORE_FAMILIES, pytest.mark.sweep))
 def test_logits_loss_and_all_gradients_are_those_of_transformers(family, tmp_path):
     expected = reference(family)
     logits, loss, gradients = logits_loss_and_gradients(family)

@@ -64,7 +64,7 @@ def test_steps_of_adamw_are_those_of_transformers(family):
     np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("remat", ["names", "all"])
+@pytest.mark.parametrize("remat", [pytest.param("names", marks=pytest.mark.sweep), "all"])
 @pytest.mark.parametrize("family", ["glm4_moe"])
 def test_frozen_experts_and_rematerialization_change_no_gradient(family, remat):
     """Experts are frozen in the program before, from which the next one must take nothing but what is the same."""
