@@ -104,7 +104,9 @@ def want_of(context, own):
 
 def continued(context, new):
     """The likeliest new tokens behind one context alone, up to what ends a text."""
-    tokens = np.asarray(generate(loaded("qwen3_moe"), [context], new, stop_tokens=[END])).tolist()[0]
+    padded = [[*context, *[0] * (16 - len(context))]]  # contexts of all lengths share a program
+    got = generate(loaded("qwen3_moe"), padded, new, lengths=[len(context)], stop_tokens=[END])
+    tokens = np.asarray(got).tolist()[0]
     return tokens[: tokens.index(END)] if END in tokens else tokens
 
 
