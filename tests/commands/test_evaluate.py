@@ -138,8 +138,8 @@ def test_a_package_that_tasks_lack_is_of_the_extra_for_tasks(folder, monkeypatch
 @pytest.mark.thorough
 def test_several_devices(folder, data):
     options = ["--data", data, "--dtype", "float32", "--sequence-length", 64, "--batch-size", 4, "--json"]
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=4", "JAX_PLATFORMS": "cpu"}
-    printed = processes.run("-m", "jgg", "evaluate", folder, *options, "--fsdp", 2, "--expert", 2, **devices)
+    split = ["--fsdp", 2, "--expert", 2]
+    printed = processes.run("-m", "jgg", "evaluate", folder, *options, *split, **processes.with_devices(4))
     got, (loss, bits, tokens) = json.loads(printed)["data"][str(data)], want_of()
     assert got["tokens"] == tokens
     np.testing.assert_allclose([got["loss"], got["bits_per_byte"]], [loss, bits], rtol=1e-5)
@@ -150,9 +150,8 @@ def printed_by_two(*arguments):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2", "JAX_PLATFORMS": "cpu"}
     together = ["-m", "jgg", *arguments, "--coordinator", address, "--processes", 2]
-    started = [processes.start(*together, "--process", number, **devices) for number in range(2)]
+    started = [processes.start(*together, "--process", number, **processes.with_devices(2)) for number in range(2)]
     return [processes.printed(process) for process in started]
 
 
@@ -192,6 +191,7 @@ class TestTasks:
         np.testing.assert_allclose(got, math.exp(mean), rtol=1e-5)
         assert found["data"] == {}
 
+    @pytest.mark.sweep
     def test_unknown_tasks_are_refused(self, options, capsys):
         with pytest.raises(SystemExit):
             main(["evaluate", *map(str, options), "--tasks", "jgg_words,no_task"])

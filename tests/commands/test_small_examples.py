@@ -99,7 +99,7 @@ def words(tokens):
     return " ".join(f"t{token}" for token in tokens)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_fine_tuning_goes_on_from_a_checkpoint(main, tmp_path):
     folder = folder_with_tokenizer("qwen3_moe", tmp_path / "model")
     rows = [{"prompt": words(prompt), "completion": " " + words(completion)} for prompt, completion in PAIRS]

@@ -12,7 +12,6 @@ from tests.support import processes
 from tests.support.models import folder_with_tokenizer
 
 STEPS = 12
-SLOWLY = "--xla_backend_optimization_level=0"  # compiles quickly
 
 
 OPTIONS = {"train": ("--dtype", "float32"), "finetune": ("--lora-rank", 2)}
@@ -26,11 +25,9 @@ def start(folder, command, name, devices, *options):
     """A process that trains, with so many devices of its own."""
     arguments = "model", "--data", "data.jsonl", "--eval-data", "data.jsonl", "--output", name, "--steps", STEPS
     sizes = "--sequence-length", 8, "--batch-size", 4, "--expert", 2, "--log-every", 1, "--eval-every", 6
-    environment = {
-        "JAX_PLATFORMS": "cpu",
+    environment = processes.with_devices(devices) | {
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "PYTHONPATH": str(processes.ROOT),
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={devices} {SLOWLY}",
     }
     options = *sizes, "--learning-rate", "1e-2", *OPTIONS[command], *options
     return processes.start("-m", "jgg", command, *arguments, *options, cwd=folder, **environment)
@@ -65,8 +62,8 @@ def losses(folder, name):
     return [line["loss"] for line in lines] + [line["eval_loss"] for line in lines if "eval_loss" in line]
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("command", ["train", pytest.param("finetune", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("command", OPTIONS)
 def test_a_run_of_two_processes_goes_on_when_one_was_killed(command, tmp_path):
     folder_with_tokenizer("qwen3_moe", tmp_path / "model")
     rows = [{"text": " ".join(f"t{(start + n) % 40 + 5}" for n in range(7))} for start in range(24)]

@@ -104,7 +104,9 @@ def want_of(context, own):
 
 def continued(context, new):
     """The likeliest new tokens behind one context alone, up to what ends a text."""
-    tokens = np.asarray(generate(loaded("qwen3_moe"), [context], new, stop_tokens=[END])).tolist()[0]
+    padded = [[*context, *[0] * (16 - len(context))]]  # contexts of all lengths share a program
+    got = generate(loaded("qwen3_moe"), padded, new, lengths=[len(context)], stop_tokens=[END])
+    tokens = np.asarray(got).tolist()[0]
     return tokens[: tokens.index(END)] if END in tokens else tokens
 
 
@@ -231,7 +233,7 @@ def test_chat_templates(folder, tasks):
         np.testing.assert_allclose([float(own[0]) for own in sample["filtered_resps"]], want, rtol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_the_command_of_lm_eval(folder, tasks, tmp_path):
     output = tmp_path / "output.json"
     command = ["-m", "jgg.integrations.lm_eval", "--model", "jgg", "--tasks", "jgg_choice"]

@@ -1,6 +1,7 @@
 """Layers of quantized experts give for few tokens what they give for many."""
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,11 @@ def make_params(layer, **experts):
     return params | {name: jgg.quantize_weights(params[name]) for name in ("w_gate_up", "w_down")}
 
 
+@functools.partial(jax.jit, static_argnums=0, static_argnames="quantization")
+def apply(layer, params, x, quantization=None):
+    return layer.apply(params, x, quantization=quantization)
+
+
 def tokens(count):
     return jax.random.normal(jax.random.key(count), (count, H))
 
@@ -42,8 +48,8 @@ def test_few_tokens_give_what_each_gives_among_many(count, rank, quantization):
     layer = LAYER if rank else dataclasses.replace(LAYER, lora_rank=None, lora_alpha=None)
     params, x = make_params(layer), tokens(count)
     many = jnp.concatenate([x, tokens(E)])
-    got, metrics = layer.apply(params, x, quantization=quantization)
-    want, _ = layer.apply(params, many, quantization=quantization)
+    got, metrics = apply(layer, params, x, quantization=quantization)
+    want, _ = apply(layer, params, many, quantization=quantization)
     assert largest_error(got, want[:count]) < (1e-5 if quantization is None else 0.01)
     assert metrics.group_sizes.shape == (E,) and metrics.group_sizes.sum() == count * K
 
@@ -53,6 +59,7 @@ def test_choices_from_outside_and_gradients():
     choices = jnp.array([[7, 7, 2], [-1, 0, 11]])
     dense = params | {name: as_dense(name, params[name], jnp.float32) for name in ("w_gate_up", "w_down")}
 
+    @jax.jit
     def run(params):
         def total(x, a):
             return LAYER.apply(params | {"w_gate_up_lora_a": a}, x, topk_indices=choices)[0].sum()
@@ -68,6 +75,6 @@ def test_rows_of_no_expert_add_nothing():
     logits[0, 4] = 0  # the other choices have weights of zero
     own = params | {"w_router": jnp.zeros((H, E)), "b_router": jnp.asarray(logits[0])}
     layer = dataclasses.replace(LAYER, use_router_bias=True)
-    y, _ = layer.apply(own, x)
+    y, _ = apply(layer, own, x)
     dense = own | {name: as_dense(name, own[name], jnp.float32) for name in ("w_gate_up", "w_down")}
-    assert_close(y, layer.apply(dense, x)[0], 1e-5)
+    assert_close(y, apply(layer, dense, x)[0], 1e-5)

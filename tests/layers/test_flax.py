@@ -1,6 +1,7 @@
 """The Flax layers: against NumPy, against each other, and under what Flax does with layers."""
 
 import dataclasses
+import functools
 import inspect
 import pydoc
 
@@ -135,7 +136,8 @@ def test_the_router_may_take_another_x():
     close(jax.jit(lambda variables: module.apply(variables, X, router_x=router_x))(variables), want)
     named = {name: getattr(layer, name)[...] for name in layer.layer.shapes}
     given = np.array([[[0, 0], [3, -1], [-1, -1], [8, 1], [5, 2]]] * 3)  # twice, left to the router, no expert
-    y, metrics = layer.layer.apply(named, X, router_x=router_x, topk_indices=given, precision="highest")
+    apply = jax.jit(functools.partial(layer.layer.apply, precision="highest"))
+    y, metrics = apply(named, X, router_x=router_x, topk_indices=given)
     indices = np.asarray(metrics.topk_indices)
     np.testing.assert_array_equal(indices[:, 4], given[:, 4])
     np.testing.assert_array_equal(
@@ -319,7 +321,7 @@ def test_training_with_optax_leaves_the_selection_bias_to_its_own_rule(optax_pro
     assert losses[-1] < 0.5 * losses[0]
     np.testing.assert_array_equal(layer.selection_bias[...], before)
 
-    _, sown = nnx.capture(layer, nnx.Intermediate)(X)
+    _, sown = nnx.jit(lambda layer: nnx.capture(layer, nnx.Intermediate)(X))(layer)
     sizes = sown["group_sizes"][0]
     layer.selection_bias[...] = jgg.update_selection_bias(layer.selection_bias[...], sizes, 0.01)
     np.testing.assert_allclose(layer.selection_bias[...] - before, 0.01 * np.sign(15 * 2 / 8 - sizes), atol=1e-6)

@@ -144,16 +144,16 @@ def test_layers_keep_float32_parameters(kind):
 
         layer = jgg.nnx.MoE(64, 128, rngs=nnx.Rngs(0), **options)
         params = {name: getattr(layer, name)[...] for name in layer.layer.shapes}
-        gradients = nnx.grad(lambda layer: square(layer(x)))(layer)
+        gradients = nnx.jit(nnx.grad(lambda layer: square(layer(x))))(layer)
         gradients = {name: gradients[name][...] for name in params}
     else:
         import jgg.linen
 
         layer = jgg.linen.MoE(hidden_features=128, **options)
-        params = layer.init(jax.random.key(0), x)["params"]
-        gradients = jax.grad(lambda params: square(layer.apply({"params": params}, x)))(params)
+        params = jax.jit(layer.init)(jax.random.key(0), x)["params"]
+        gradients = jax.jit(jax.grad(lambda params: square(layer.apply({"params": params}, x))))(params)
     own = MoELayer(64, 128, 4, 2, shared_features=48)
-    want = jax.grad(lambda params: square(own.apply(params, x)[0]))(params)
+    want = jax.jit(jax.grad(lambda params: square(own.apply(params, x)[0])))(params)
     for name, gradient in gradients.items():
         assert gradient.dtype == "float32"
         np.testing.assert_array_equal(gradient, want[name], name)

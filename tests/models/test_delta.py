@@ -29,7 +29,7 @@ def model():
 
 @functools.partial(jax.jit, static_argnums=1)
 def gradients(params, graphdef, tokens, segments, weights):
-    """Logits, and the gradients of their weighted sum."""
+    """The gradients of the weighted sum of logits, and the logits."""
 
     def total(params):
         logits = nnx.merge(graphdef, params)(tokens, segments)
@@ -39,18 +39,20 @@ def gradients(params, graphdef, tokens, segments, weights):
 
 
 def test_packed_sequences_compute_and_learn_as_each_alone():
-    rng = np.random.default_rng(0)
-    tokens, weights = rng.integers(64, size=(2, 13)), rng.standard_normal((2, 13, 64)).astype(np.float32)
-    pieces = [(0, 0, 5), (0, 5, 6), (0, 6, 13), (1, 0, 2), (1, 2, 13)]
-    segments = np.zeros((2, 13), np.int32)
-    alone, own_weights = np.zeros((5, 13), np.int32), np.zeros((5, 13, 64), np.float32)
+    """In one program, of as many rows: the last two are whole, and give what transformers gives."""
+    rng, pieces = np.random.default_rng(0), [(0, 0, 5), (0, 5, 6), (0, 6, 13), (1, 0, 2), (1, 2, 13)]
+    tokens, alone, segments = np.zeros((3, 7, 13), np.int32)
+    weights, own_weights = np.zeros((2, 7, 13, 64), np.float32)
+    tokens[:2], weights[:2] = reference(FAMILY)["tokens"], rng.standard_normal((2, 13, 64))
+    alone[5:] = tokens[:2]
     for number, (row, first, last) in enumerate(pieces):
         segments[row, first:last] = number
         alone[number, : last - first] = tokens[row, first:last]
         own_weights[number, : last - first] = weights[row, first:last]
     graphdef, params = nnx.split(model())
     packed, logits = gradients(params, graphdef, tokens, segments, weights)
-    each, own_logits = gradients(params, graphdef, alone, None, own_weights)
+    each, own_logits = gradients(params, graphdef, alone, np.zeros_like(segments), own_weights)
+    np.testing.assert_allclose(own_logits[5:], reference(FAMILY)["logits"], rtol=0, atol=1e-4)
     for number, (row, first, last) in enumerate(pieces):
         np.testing.assert_allclose(logits[row, first:last], own_logits[number, : last - first], rtol=0, atol=1e-4)
     for got, wanted in zip(jax.tree.leaves(packed), jax.tree.leaves(each), strict=True):
@@ -95,23 +97,33 @@ def test_prompts_in_chunks_are_continued_by_each_sample():
     np.testing.assert_array_equal(got, np.repeat(expected["greedy"], 2, axis=0))
 
 
-def test_adapters_of_all_projections_learn_with_what_attention_keeps_and_are_merged():
-    targets = ("w_qkv", "w_z", "w_b", "w_a", "w_out", "w_q")
-    tokens, own = reference(FAMILY)["tokens"], {}
-    for remat in ("none", "attention"):
-        adapted = loaded(FAMILY, remat=remat, lora_rank=2, lora_targets=targets)
-        state = nnx.state(adapted, nnx.LoRAParam)
-        nnx.update(adapted, jax.tree.map(lambda value: 0.1 * jax.random.normal(jax.random.key(3), value.shape), state))
-        loss_of = nnx.value_and_grad(lambda model: model.loss(tokens, tokens), argnums=nnx.DiffState(0, nnx.LoRAParam))
-        own[remat] = nnx.jit(loss_of)(adapted)
-    loss, gradient = own["none"]
-    names = {str(path[-1]) for path, _ in nnx.to_flat_state(gradient)}
-    assert names == {f"{target}_lora_{factor}" for target in targets for factor in "ab"}
-    for other, same in own.values():
-        np.testing.assert_allclose(other, loss, rtol=1e-6)
-        for got, wanted in zip(jax.tree.leaves(same), jax.tree.leaves(gradient), strict=True):
-            assert np.any(wanted)
-            np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4 * float(jnp.abs(wanted).max()))
+TARGETS = ("w_qkv", "w_z", "w_b", "w_a", "w_out", "w_q")
+
+
+def with_adapters(**options):
+    """The model with random adapters of all projections."""
+    adapted, rng = loaded(FAMILY, lora_rank=2, lora_targets=TARGETS, **options), np.random.default_rng(3)
+    state = nnx.state(adapted, nnx.LoRAParam)
+    nnx.update(adapted, jax.tree.map(lambda old: jnp.asarray(0.1 * rng.normal(size=old.shape), old.dtype), state))
+    return adapted
+
+
+@pytest.mark.sweep
+def test_adapters_of_all_projections_learn_with_what_attention_keeps():
+    tokens = reference(FAMILY)["tokens"]
+    loss_of = nnx.value_and_grad(lambda model: model.loss(tokens, tokens), argnums=nnx.DiffState(0, nnx.LoRAParam))
+    loss, gradient = nnx.jit(loss_of)(with_adapters())
+    other, same = nnx.jit(loss_of)(with_adapters(remat="attention"))
+    np.testing.assert_allclose(other, loss, rtol=1e-6)
+    for got, wanted in zip(jax.tree.leaves(same), jax.tree.leaves(gradient), strict=True):
+        assert np.any(wanted)
+        np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4 * float(jnp.abs(wanted).max()))
+
+
+def test_adapters_of_all_projections_are_merged():
+    tokens, adapted = reference(FAMILY)["tokens"], with_adapters()
+    names = {str(path[-1]) for path, _ in nnx.to_flat_state(nnx.state(adapted, nnx.LoRAParam))}
+    assert names == {f"{target}_lora_{factor}" for target in TARGETS for factor in "ab"}
     logits = logits_of(adapted, tokens)
     assert np.abs(logits - reference(FAMILY)["logits"]).max() > 1e-3
     adapted.merge_adapters()

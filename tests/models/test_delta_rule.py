@@ -129,7 +129,14 @@ def test_delta_rule(name, has_resets, implementation):
         pytest.param("triton", "bfloat16", 1e-2, marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.parametrize("size", [SIZES["chunks"], (2, 300, 2, 4, 128, 128), SIZES["odd"]], ids=["few", "many", "odd"])
+@pytest.mark.parametrize(
+    "size",
+    [
+        pytest.param(SIZES["chunks"], id="few"),
+        pytest.param((2, 300, 2, 4, 128, 128), id="many", marks=pytest.mark.sweep),
+        pytest.param(SIZES["odd"], id="odd"),
+    ],
+)
 def test_in_16_bits(size, implementation, dtype, tolerance):
     arrays, resets, dy, d_state = random(size, dtype=dtype)
     got = run_and_gradients(arrays, resets, dy, d_state, implementation)

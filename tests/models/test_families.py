@@ -12,7 +12,8 @@ import jgg.hf
 import jgg.models
 from tests.support.digests import digest
 from tests.support.hf import assert_same_tensors
-from tests.support.models import DATA, MORE_FAMILIES, loaded, reference
+from tests.support.marks import thorough_but
+from tests.support.models import DATA, MORE_FAMILIES, OWN_PARTS, loaded, reference
 
 LENGTHS = np.array([1, 5, 9])
 
@@ -42,7 +43,7 @@ def logits_loss_and_gradients(family):
     return logits, loss, gradients
 
 
-@pytest.mark.parametrize("family", MORE_FAMILIES)
+@pytest.mark.parametrize("family", thorough_but(OWN_PARTS, MORE_FAMILIES, pytest.mark.sweep))
 def test_logits_loss_and_all_gradients_are_those_of_transformers(family, tmp_path):
     expected = reference(family)
     logits, loss, gradients = logits_loss_and_gradients(family)

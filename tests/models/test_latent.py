@@ -24,6 +24,8 @@ LENGTHS = np.array([1, 5, 9])  # of the prompts in the reference data
 def test_absorbed_products_give_what_keys_and_values_by_heads_give(family):
     """Beside adapters, for prompts in chunks and for one token at a time."""
     model, tokens = with_adapters(family), jnp.asarray(reference(family)["tokens"])
+    names = {f"w_{name}_lora_{factor}" for name in ("q_a", "q_b", "kv_a", "kv_b", "o") for factor in "ab"}
+    assert {str(path[-1]) for path, _ in nnx.to_flat_state(nnx.state(model.layers.latent, nnx.LoRAParam))} == names
     own = model.config.mixers[0]
     caches = model.empty_caches(2, 13)
     assert {cache.latents.shape[2:] for cache in caches} == {(13, 1, own.kv_rank + own.rotated_features)}
@@ -63,11 +65,10 @@ def test_sequences_that_share_a_row_give_what_each_gives_alone():
     assert np.abs(got[0, 4:] - reference("deepseek_v3")["logits"][0, 4:]).max() > 1e-2
 
 
+@pytest.mark.sweep
 def test_adapters_of_all_projections_learn_beside_what_is_frozen():
     model, tokens = with_adapters("deepseek_v3"), reference("deepseek_v3")["tokens"]
     others = with_adapters("deepseek_v3", remat="attention", unroll=2)
-    names = {f"w_{name}_lora_{factor}" for name in ("q_a", "q_b", "kv_a", "kv_b", "o") for factor in "ab"}
-    assert {str(path[-1]) for path, _ in nnx.to_flat_state(nnx.state(model.layers.latent, nnx.LoRAParam))} == names
 
     @jax.jit
     def gradients(model):

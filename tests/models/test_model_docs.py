@@ -25,17 +25,29 @@ def test_a_model_is_loaded_trained_and_saved(tmp_path):
     np.testing.assert_allclose(names["replayed"], names["of_targets"], rtol=0, atol=1e-3)
 
 
-@pytest.mark.thorough
-def test_text_is_generated(tmp_path, capsys):
+def names_of_generating(*sections):
+    """What the code of sections defines, with the page's first program before it."""
+    sections = "In code", *sections
+    return run_code("\n".join(code for section in sections for code in code_of("generate.md", section)))
+
+
+@pytest.mark.sweep
+def test_samples_have_details(tmp_path):
     folder_with_tokenizer("qwen3_moe", tmp_path / "model")
-    sections = ("In code", "Sample", "Details", "As it comes")
-    names = run_code("\n".join(code for section in sections for code in code_of("generate.md", section)))
-    assert [len(prompt) for prompt in names["prompts"]] == [4, 4]
-    assert names["lengths"] == [4, 1]
-    assert names["new"].shape == names["sampled"].shape == (2, 16)
+    names = names_of_generating("Sample", "Details")
+    assert names["sampled"].shape == (2, 16)
     assert names["samples"].shape == names["generated"].tokens.shape == (8, 16)
     new = names["rows"].is_new
     np.testing.assert_allclose(-names["losses"][new], names["rows"].log_probabilities[new], atol=0.1)  # bfloat16
+
+
+@pytest.mark.thorough
+def test_text_is_generated(tmp_path, capsys):
+    folder_with_tokenizer("qwen3_moe", tmp_path / "model")
+    names = names_of_generating("As it comes")
+    assert [len(prompt) for prompt in names["prompts"]] == [4, 4]
+    assert names["lengths"] == [4, 1]
+    assert names["new"].shape == (2, 16)
     alone = jgg.models.generate(names["model"], [names["prompts"][1][:1]], 16, stop_tokens=[2])
     np.testing.assert_array_equal(names["new"][1:], alone)
     printed = capsys.readouterr().out

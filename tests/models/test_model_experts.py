@@ -91,18 +91,20 @@ def test_experts_may_be_quantized_as_they_are_loaded(tmp_path):
     assert not (tmp_path / "saved").exists()
 
 
+@jax.jit
+def features_of(model, ids, caches=None):
+    """What follows the layers for tokens [1, S]."""
+    return model.run_layers(ids, jnp.arange(ids.shape[1], dtype=jnp.int32)[None], caches)[0]
+
+
 # 32 rows of an expert, and more
 @pytest.mark.parametrize(("tokens", "reads_as_stored"), [(64, True), pytest.param(65, False, marks=pytest.mark.sweep)])
 def test_prompts_of_few_tokens_read_experts_in_fp8_as_they_are(tokens, reads_as_stored):
     model = loaded("qwen3_moe", experts=jgg.Fp8())
     ids = jnp.arange(tokens, dtype=jnp.int32)[None] % 64
-
-    def run(caches):
-        return model.run_layers(ids, jnp.arange(tokens, dtype=jnp.int32)[None], caches)[0]
-
-    prompt, whole = run(model.empty_caches(1, tokens)), run(None)
+    prompt, whole = features_of(model, ids, model.empty_caches(1, tokens)), features_of(model, ids)
     model.layers.moe.quantization = None
-    as_stored = run(None)
+    as_stored = features_of(model, ids)
     assert largest_error(as_stored, whole) > 1e-3
     assert largest_error(prompt, as_stored if reads_as_stored else whole) < 1e-5
 
@@ -113,18 +115,14 @@ def test_with_batch_invariant_few_rows_multiply_by_the_recipe_too(is_loaded):
     model = loaded("qwen3_moe", experts=jgg.Fp8() if is_loaded else "dense", batch_invariant=True)
     model.layers.moe.quantization = jgg.Fp8()
     ids, weights = jnp.arange(6, dtype=jnp.int32)[None], model.layers.moe.w_gate_up
-
-    def run(caches):
-        return model.run_layers(ids, jnp.arange(6, dtype=jnp.int32)[None], caches)[0]
-
-    whole, few = run(None), run(model.empty_caches(1, 6))
+    whole, few = features_of(model, ids), features_of(model, ids, model.empty_caches(1, 6))
     assert largest_error(few, whole) < 1e-5
     tokens = jgg.models.generate(model, ids, 2)
     assert model.layers.moe.w_gate_up is weights  # the model of the call had the other form
     model.put_forms()
     forms = model.layers.moe.w_gate_up.get_value()
     assert forms.straight is None and forms.transposed.shape == (2, 4, 16, 32)
-    np.testing.assert_array_equal(run(model.empty_caches(1, 6)), few)
+    np.testing.assert_array_equal(features_of(model, ids, model.empty_caches(1, 6)), few)
     assert tokens[0, 0] == jnp.argmax(model.logits(few[:, -1]))
 
 

@@ -134,43 +134,57 @@ def test_layers_run_in_periods_of_which_few_are_compiled(layers, periods):
     assert got == periods
 
 
-def test_periods_compute_what_layers_do_one_after_the_other(model):
-    """Two decays and two layers of attention, three times, with the experts of each chosen for it."""
-    types = ["decay", "decay", "full_attention", "full_attention"] * 3
-    config = model.config.hf | {"num_hidden_layers": 12, "layer_types": types, "first_k_dense_replace": 0}
+GIVEN = np.random.default_rng(1).permuted(np.tile(np.arange(4), (8, 2, 9, 1)), axis=-1)[..., :2]
+POSITIONS = np.arange(9, dtype=np.int32)[None]
+
+
+@pytest.fixture
+def with_periods(model):
+    """The model with two decays and two layers of attention, twice."""
+    types = ["decay", "decay", "full_attention", "full_attention"] * 2
+    config = model.config.hf | {"num_hidden_layers": 8, "layer_types": types, "first_k_dense_replace": 0}
     model = jgg.models.Decoder(jgg.models.model_config(config), dtype=jnp.float32, rngs=nnx.Rngs(0))
     assert [(period.names, period.repeats) for period in model.config.schedule] == [
-        (("layers", "layers", "layers_2", "layers_2"), 3)
+        (("layers", "layers", "layers_2", "layers_2"), 2)
     ]
-    given = np.random.default_rng(1).permuted(np.tile(np.arange(4), (12, 2, 9, 1)), axis=-1)[..., :2]
+    return model
 
-    def one_after_the_other(model):
-        x = model.w_embedding[...][TOKENS]
-        place = Place(
-            jnp.arange(9)[None], rotations(model.config.mixers[2].rotary, jnp.arange(9)[None]), None, None, None
-        )
-        for number in range(12):
-            plan = next(plan for plan in model.config.plan if number in plan.numbers)
-            index = plan.numbers.index(number)
-            own = jax.tree.map(operator.itemgetter(index), getattr(model, plan.name))
-            x, _ = own(x, place._replace(topk_indices=given[number]), None)
-        return x
 
-    def in_periods(model):
-        x, _ = model.run_layers(jnp.asarray(TOKENS), jnp.arange(9)[None], topk_indices=jnp.asarray(given))
-        return x
+@jax.jit
+def layer(stack, number, x, rotary, topk_indices):
+    """One layer, so that a layer of each kind is compiled once."""
+    own = jax.tree.map(operator.itemgetter(number), stack)
+    return own(x, Place(POSITIONS, rotary, None, None, None)._replace(topk_indices=topk_indices), None)[0]
 
-    def with_gradients(function):
-        return jax.jit(jax.value_and_grad(lambda model: jnp.square(function(model)).sum(), allow_int=True))(model)
 
-    @with_gradients
-    def wanted(model):
-        return norm(one_after_the_other(model), model.norm[...], model.config.norm_epsilon, None)
+def one_after_the_other(model):
+    """The last features of TOKENS with the experts of GIVEN."""
+    x, rotary = model.w_embedding[...][TOKENS], rotations(model.config.mixers[2].rotary, POSITIONS)
+    for number in range(8):
+        plan = next(plan for plan in model.config.plan if number in plan.numbers)
+        x = layer(getattr(model, plan.name), plan.numbers.index(number), x, rotary, GIVEN[number])
+    return norm(x, model.norm[...], model.config.norm_epsilon, None)
 
+
+def in_periods(model):
+    return model.run_layers(jnp.asarray(TOKENS), POSITIONS, topk_indices=jnp.asarray(GIVEN))[0]
+
+
+def test_periods_compute_what_layers_do_one_after_the_other(with_periods):
+    """With the experts of each chosen for it."""
+    got, sown = jax.jit(lambda model: nnx.capture(in_periods, nnx.Intermediate)(model))(with_periods)
+    np.testing.assert_allclose(got, one_after_the_other(with_periods), rtol=1e-4, atol=1e-4)
+    np.testing.assert_array_equal(sown["topk_indices"][0], GIVEN)
+
+
+@pytest.mark.sweep
+def test_periods_learn_what_layers_do_one_after_the_other(with_periods):
+    def gradients(function):
+        return jax.grad(lambda model: jnp.square(function(model)).sum(), allow_int=True)
+
+    wanted = gradients(one_after_the_other)(with_periods)
     for remat in ("none", "names"):
-        model.options = dataclasses.replace(model.options, remat=remat)
-        got = with_gradients(in_periods)
+        with_periods.options = dataclasses.replace(with_periods.options, remat=remat)
+        got = jax.jit(gradients(in_periods))(with_periods)
         for array, expected in zip(*map(jax.tree.leaves, (got, wanted)), strict=True):
             np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-4)
-    _, sown = jax.jit(lambda model: nnx.capture(model, nnx.Intermediate)(TOKENS, topk_indices=given))(model)
-    np.testing.assert_array_equal(sown["topk_indices"][0], given)

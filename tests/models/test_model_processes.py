@@ -29,11 +29,9 @@ def losses_of_two_processes(folder, steps):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    environment = {
-        "JAX_PLATFORMS": "cpu",
+    environment = processes.with_devices(2) | {
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "PYTHONPATH": str(processes.ROOT),
-        "XLA_FLAGS": "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0",
     }
     both = [processes.start("train.py", address, 2, i, steps, cwd=folder, **environment) for i in range(2)]
     try:

@@ -511,12 +511,14 @@ def layer_kernels(compute_capability, takes_all):
     ]
     for case in cases:
         yield ["activation", *case], functools.partial(lower_activation, compute_capability, *case)
-    for case in ((17, "float32"), (2880, "bfloat16"), (8192, "bfloat16"), (8192, "float32")):
+    norms = [(2880, "bfloat16"), (8192, "float32"), (17, "float32"), (8192, "bfloat16")]
+    for case in norms if takes_all else norms[:2]:
         yield ["norm", *case], functools.partial(lower_norm, compute_capability, *case)
     for size, scale, *softcap in ((151936, 1.0), (262144, 1.0, 30.0), (49155, 0.3))[: 3 if takes_all else 2]:
         parameters = {"scale": scale} | ({"softcap": softcap[0]} if softcap else {})
         yield ["losses", size, scale, *softcap], functools.partial(lower_losses, compute_capability, size, **parameters)
-    for case in ((32, 128, 64, True), (64, 64, 32, False), (8, 128, 32, True), (2, 256, 128, True), (3, 80, 40, True)):
+    rotary = [(32, 128, 64, True), (64, 64, 32, False), (8, 128, 32, True), (2, 256, 128, True), (3, 80, 40, True)]
+    for case in rotary if takes_all else rotary[:2]:
         yield ["rotary", *case], functools.partial(lower_rotary, compute_capability, *case)
     for case in (("ekn", 4), ("enk", 4), ("ekn", 500), ("enk", 500)):
         yield ["packed", *case], functools.partial(lower_stored, compute_capability, "packed", *case)

@@ -30,7 +30,7 @@ from jgg.models.placement import spec_of
 from jgg.sharding import MoESharding
 from tests.models.test_model_training import loss_and_gradients, loss_of
 from tests.support.closeness import assert_close, distance
-from tests.support.models import DATA, config_of, loaded
+from tests.support.models import DATA, config_of, loaded, logits_of
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 7))
 # name: (family, which axes of a mesh a, b, c of 2 devices each split what, options of the model)
@@ -110,6 +110,14 @@ def check(name):
     assert_close(got, want, 1e-4, f"{name}: the optimizer's state")
     assert_in_place(got, sharding, is_state_of_optimizer=True)
     assert_in_place(nnx.state(model), sharding)
+
+
+def check_logits(name):
+    """The logits alone, of a folder: they compile in a fraction of the time of a step."""
+    family, axes, options = CASES[name]
+    sharding = MoESharding(mesh(), **axes)
+    got, want = (logits_of(loaded(family, sharding=each, **options), TOKENS) for each in (sharding, None))
+    assert_close(got, want, 1e-4, f"{name}: logits")
 
 
 @nnx.jit
@@ -235,18 +243,20 @@ def check_generation():
 def check_mask_and_choices():
     """Tokens that count, of which devices have different numbers, and experts that they are given."""
     mask, given = np.arange(7) < np.arange(8)[:, None], np.random.default_rng(0).integers(-1, 4, (2, 8, 7, 2))
+
+    def results_of(sharding):
+        @nnx.jit
+        def run(model):
+            return nnx.capture(model, nnx.Intermediate)(TOKENS, mask=mask, topk_indices=given)
+
+        logits, sown = run(loaded("qwen3_moe", sharding=sharding))
+        assert sown["group_sizes"][0].sum() == 2 * 2 * mask.sum()
+        return logits, *(value for (value,) in nnx.to_pure_dict(sown).values())
+
+    want = results_of(None)
     for exchange in ("all_gather", "ragged_all_to_all"):
-        results = []
-        for sharding in (None, MoESharding(mesh(), **ALL, exchange=exchange)):
-
-            @nnx.jit
-            def run(model):
-                return nnx.capture(model, nnx.Intermediate)(TOKENS, mask=mask, topk_indices=given)
-
-            logits, sown = run(loaded("qwen3_moe", sharding=sharding))
-            assert sown["group_sizes"][0].sum() == 2 * 2 * mask.sum()
-            results.append((logits, *(value for (value,) in nnx.to_pure_dict(sown).values())))
-        assert_close(*results, 1e-5, f"masked tokens, {exchange}")
+        got = results_of(MoESharding(mesh(), **ALL, exchange=exchange))
+        assert_close(got, want, 1e-5, f"masked tokens, {exchange}")
 
 
 def check_without_adapters():
@@ -306,7 +316,15 @@ def check_what_is_kept():
         assert leaf.sharding.is_equivalent_to(split[leaf.shape], leaf.ndim), (leaf.shape, leaf.sharding)
 
 
-CHECKS = {name: functools.partial(check, name) for name in CASES} | {
+# of which "few" checks the logits, and "others" a step
+LOGITS = (
+    "latent attention, fsdp, data, expert, rematerialized",
+    "recurrent layers, fsdp, data, expert",
+    "each device its own sequences, experts beside a dense MLP",
+)
+CHECKS = {name: functools.partial(check, name) for name in CASES}
+CHECKS |= {f"{name}: logits": functools.partial(check_logits, name) for name in LOGITS}
+CHECKS |= {
     function.__name__: function
     for function in (
         check_masters,
@@ -322,8 +340,10 @@ CHECKS = {name: functools.partial(check, name) for name in CASES} | {
     )
 }
 OTHERS = {
+    *LOGITS,
     "fsdp, expert, tensor, tied",
     "each device its own sequences, fsdp, expert, data",
+    "experts beside a dense MLP, fsdp, expert",
     "check_masters",
     "check_without_adapters",
     "check_own_sequences",

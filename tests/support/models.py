@@ -19,6 +19,8 @@ DATA = Path(__file__).parents[1] / "data" / "models"
 FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe")
 # tests/models/test_families.py has what is tested of the others that have a folder
 MORE_FAMILIES = tuple(sorted(path.name for path in DATA.iterdir() if path.name not in FAMILIES))
+# those with a mixer, a router or an MLP of their own; the others have other settings of the same parts
+OWN_PARTS = "deepseek_v3", "gemma4_text", "granitemoehybrid", "llama4", "qwen2_moe", "qwen3_next"
 # for tests of what hardly differs between families
 FEW_FAMILIES = tuple(
     family if family == "glm4_moe" else pytest.param(family, marks=pytest.mark.sweep)

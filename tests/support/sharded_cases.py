@@ -53,6 +53,8 @@ for exchange in ("all_gather", "ragged_all_to_all"):
 # those of the sweep: the rest has each axis and each exchange, with too little room and enough
 OTHER_CASES = (
     "data",
+    "fsdp",
+    "expert by all-gather",
     "expert by ragged all-to-all",
     "all-gather, room for a third",
     "fsdp, expert, tensor by all_gather",

@@ -69,7 +69,7 @@ def compile_quickly() -> None:
 
 
 def share_programs() -> None:
-    """Has the processes of a run on a CPU share what XLA compiles, in a folder that the first of them removes.
+    """Has the processes of a run on a CPU compile briefly and share it, in a folder that the first of them removes.
 
     A folder that JGG_TEST_PROGRAMS names is kept for later runs.
     """
@@ -82,6 +82,8 @@ def share_programs() -> None:
     options = {
         "jax_compilation_cache_dir": os.path.abspath(os.environ["JGG_TEST_PROGRAMS"]),
         "jax_persistent_cache_min_compile_time_secs": 0,
+        # no line of a program's source beside each operation, which takes a tenth of the time of compiling
+        "jax_traceback_in_locations_limit": 0,
     }
     for name, value in options.items():
         jax.config.update(name, value)
