@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jgg.hf
 import jgg.models
@@ -20,7 +21,7 @@ from jgg.cli.errors import enough_memory, writes
 from jgg.cli.options import UsageError
 from jgg.cli.training import devices, loop
 from jgg.cli.training.data import data_of
-from tests.support.models import config_of, folder_with_tokenizer
+from tests.support.models import config_of, folder_with_tokenizer, with_mxfp4
 
 NEEDED = "--data", "data.jsonl", "--output", "out"
 
@@ -212,6 +213,12 @@ def test_held_out_tokens_beyond_the_vocabulary_are_named(folder, error):
     (folder.parent / "held.jsonl").write_text('{"text": "t1 t11"}')
     message = error("finetune", "model", *NEEDED, "--eval-data", "held.jsonl")
     assert "--eval-data held.jsonl must have tokens below the model's vocab_size, 9, got 11, 't11'" in message
+
+
+def test_parameters_in_mxfp4_count_as_numbers(tmp_path):
+    folder = with_mxfp4(tmp_path / "model")
+    dense, stored = (nnx.state(jgg.models.load(folder, experts=experts)) for experts in ("dense", "as stored"))
+    assert loop.count_parameters(stored) == loop.count_parameters(dense) == sum(a.size for a in jax.tree.leaves(dense))
 
 
 @pytest.mark.parametrize("kind", [MemoryError("32 GiB"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 32\nGiB")])
