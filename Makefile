@@ -41,7 +41,7 @@ help:
 	@echo 'make sanitize  run the kernels under compute-sanitizer, TOOLS=memcheck,initcheck,racecheck or some of these'
 	@echo 'make lint      check style, formatting and types'
 	@echo 'make docs      build the site of the documentation into site/'
-	@echo 'make notebooks    run the notebooks on the CPU and write them with their outputs'
+	@echo 'make notebooks    run the notebooks that need no GPU, write them with their outputs'
 	@echo 'make venv      install everything for development into .venv'
 	@echo 'make clean     remove .venv, builds, caches and outputs'
 	@echo

@@ -7,7 +7,7 @@ The model of a layer: a device takes the time of one GPU, times the ratio of the
 (`benchmarks.layer_roofline`: as many rows, but weights of fewer experts and more tokens, or fewer features), and then
 what it sends takes bytes / LINK. That of a step: FLOPs at the speed that one GPU had, AdamW's bytes at the speed of a
 copy, and bytes / LINK. Nothing overlaps in the time that is predicted; "hidden" is the time if all that is sent moved
-beside computations. Bytes are counted as in `benchmarks.scale.bytes_sent`.
+beside computations. Bytes are counted as in `benchmarks.sent.bytes_sent`.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from benchmarks.layer import FORWARD_BACKWARD, LayerProblem
 from benchmarks.layer_roofline import least_layer_seconds, parts_of
 from benchmarks.model_configs import config_of
 from benchmarks.model_roofline import Speeds, least_training_seconds, tensors_of
-from benchmarks.scale import bytes_of_ragged_exchange
+from benchmarks.sent import bytes_of_ragged_exchange
 from benchmarks.strategies import Strategy, choose_strategies
-from benchmarks.training import add_model_options
+from benchmarks.training_step import add_model_options
 from jgg.cli import run as run_command
 from jgg.cli.console import print_table
 from jgg.measuring.workloads import OPS, Layer, load_layers

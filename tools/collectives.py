@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import re
 
-from benchmarks.scale import bytes_sent
+from benchmarks.sent import bytes_sent
 from tools.hlo import Loop, loops_of
 
 _COLLECTIVE = re.compile(
@@ -20,7 +20,7 @@ class Collective:
 
     Attributes:
       kind: such as "all-gather".
-      bytes_sent: by each device in one pass, as `benchmarks.scale.bytes_sent` counts; 0 for a ragged exchange.
+      bytes_sent: by each device in one pass, as `benchmarks.sent.bytes_sent` counts; 0 for a ragged exchange.
       beside: names of the kernels that start after it does and before its result is waited for.
     """
 

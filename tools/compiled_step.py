@@ -34,7 +34,7 @@ import jgg
 import jgg.models
 from benchmarks.model_configs import config_of
 from benchmarks.models import EXPERTS, RUNS, make_step, options_of, random_model
-from benchmarks.training import AXES, add_model_options, placed, sharding_of, tokens_of, training_of
+from benchmarks.training_step import AXES, add_model_options, placed, sharding_of, tokens_of, training_of
 from tools import collectives
 from tools.hlo import report
 

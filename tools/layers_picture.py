@@ -5,6 +5,7 @@ from tools.speed_picture import GAP, svg, text
 LIBRARIES = {  # library: its name in the picture
     "ragged_dot": "jax.lax.ragged_dot",
     "tokamax": "tokamax",
+    "jgg_gmm": "jgg, GEMMs alone",
     "jgg": "jgg",
     "sonic": "SonicMoE (PyTorch)",
 }
@@ -12,12 +13,14 @@ COLORS = {  # of a theme: of each bar with the number in it
     "light": {
         "ragged_dot": ("#c9d3d8", "#1b1f24"),
         "tokamax": ("#8fa3ad", "#1b1f24"),
+        "jgg_gmm": ("#7986cb", "#1b1f24"),
         "jgg": ("#3f51b5", "#ffffff"),
         "sonic": ("#c9d3d8", "#1b1f24"),
     },
     "dark": {
         "ragged_dot": ("#46525a", "#ffffff"),
         "tokamax": ("#6b7a83", "#ffffff"),
+        "jgg_gmm": ("#5c6bc0", "#ffffff"),
         "jgg": ("#8c9eff", "#1b1f24"),
         "sonic": ("#46525a", "#ffffff"),
     },

@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from benchmarks import scale
+from benchmarks import scale, sent
 from benchmarks.strategies import Strategy, choose_strategies
 from jgg.measuring.workloads import Layer
 from tests.support import processes
@@ -42,7 +42,7 @@ HLO = """
 
 def test_bytes_sent():
     at_once = 256 * 3 / 4 + 128 * 3 + 2 * 20 / 2 + 256 * 3 / 4 + 128 * 7
-    assert scale.bytes_sent(HLO) == at_once + 256 * 3 / 4 + 64 * 3 + 2 * 20 / 2
+    assert sent.bytes_sent(HLO) == at_once + 256 * 3 / 4 + 64 * 3 + 2 * 20 / 2
 
 
 # options: the strategies of two devices

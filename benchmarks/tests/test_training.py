@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import links, traces, training
+from benchmarks import links, traces, training_step
 from benchmarks.model_configs import config_of
 from benchmarks.strategies import Strategy
 from jgg.cli.options import UsageError
@@ -32,13 +32,13 @@ SENT = {
 
 def options(*given):
     parser = argparse.ArgumentParser()
-    training.add_model_options(parser)
+    training_step.add_model_options(parser)
     return parser.parse_args(given)
 
 
 def test_balanced_choices_are_even_and_on_all_devices():
     config = config_of("qwen3-30b-a3b", 3, is_small=False)
-    choices = np.asarray(training.balanced_choices(config, (2, 64)))
+    choices = np.asarray(training_step.balanced_choices(config, (2, 64)))
     assert choices.shape == (3, 2, 64, 8)
     np.testing.assert_array_equal(np.bincount(choices[1].ravel(), minlength=128), np.full(128, 8))
     assert (np.sort(choices // 16, axis=-1) == np.arange(8)).all()  # of 8 devices
@@ -46,7 +46,7 @@ def test_balanced_choices_are_even_and_on_all_devices():
 
 def test_what_devices_cannot_split_is_refused():
     with pytest.raises(UsageError, match=r"must split the 1 devices, got \(1, 4, 1\)"):
-        training.sharding_of(options("--expert", "4"), jax.devices()[:1])
+        training_step.sharding_of(options("--expert", "4"), jax.devices()[:1])
 
 
 @pytest.mark.parametrize("strategy", SENT, ids=str)

@@ -10,14 +10,17 @@ from jgg.cli.options import UsageError
 
 
 @contextlib.contextmanager
-def one_line() -> Iterator[None]:
-    """Raises UsageError for what a folder, a file or an option is found to be wrong by."""
+def one_line(extra: str = "train") -> Iterator[None]:
+    """Raises UsageError for what a folder, a file or an option is found to be wrong by.
+
+    Ends the process where a package is missing, with the extra of jgg that installs it.
+    """
     try:
         yield
     except UsageError:
         raise
     except ImportError as error:
-        hint = "" if "pip install" in str(error) else ": pip install 'jgg[train]'"
+        hint = "" if "pip install" in str(error) else f": pip install 'jgg[{extra}]'"
         raise SystemExit(f"jgg: {error}{hint}") from error
     except (OSError, TypeError, ValueError) as error:
         raise UsageError(" ".join(str(error).split())) from error

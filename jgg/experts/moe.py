@@ -2,32 +2,24 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
 from jgg.activations import ActivationLike
 from jgg.core.arguments import as_array
 from jgg.core.manual_axes import alike
-from jgg.core.matrix import Factors, Matrix
-from jgg.core.quantized import QuantizedArray, QuantizedWeights, as_bits, from_bits
-from jgg.core.schedule import as_indices, between_groups, inverse_permutation, saturated_int32
+from jgg.core.quantized import QuantizedArray, QuantizedWeights
+from jgg.core.schedule import as_indices, saturated_int32
 from jgg.experts.arguments import ExpertWeights, MlpOptions, check_shapes, checked_routing, expert_weights
-from jgg.experts.exchange import Arrival, Exchange
+from jgg.experts.backward import Kept, compute_gradients
+from jgg.experts.exchange import Arrival
+from jgg.experts.fp8_exchange import beside_quantization, sends_fp8, sent
 from jgg.experts.mlp import MoeMlp, Operands
 from jgg.linear import layer
 from jgg.linear.fp8 import Fp8, named
-from jgg.linear.linear import Linear, Routes, Rows
 from jgg.linear.low_rank import LowRank
-from jgg.primitives.barrier import barrier
-from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward, ActivationGradients
-from jgg.products.combine import COMBINE, Combine, dense_rows
-from jgg.products.dbias import DBIAS, Dbias, bias_row_sums
-from jgg.products.plain import rows as plain
-from jgg.products.quantize import QUANTIZE_ROWS, Quantize
 from jgg.router.routing import Routing
 
 
@@ -135,8 +127,7 @@ def compute_mlp(
     """
     mlp = MoeMlp.of(x, weights, routing, options)
     exchange = None if arrival is None else arrival.exchange
-    sends_fp8 = exchange is not None and exchange.num_devices > 1 and mlp.up.row_format is not None
-    in_fp8 = exchange if sends_fp8 else None
+    in_fp8 = exchange if sends_fp8(exchange, mlp.up) else None
     if arrival is not None and in_fp8 is None:
         x = arrival.rows
     if not mlp.is_plain and in_fp8 is None:
@@ -164,49 +155,21 @@ def _mlp(mlp: MoeMlp, operands: Operands) -> jax.Array:
     return _forward_pass(mlp, _prepared(mlp, operands, keeps=False), keeps=False)[0]
 
 
-class _Kept(NamedTuple):
-    """What the forward pass computes for the backward pass.
-
-    Attributes:
-      pre_activation: [M, 2 * I] or, quantized, [M, 2, I]; None without a backward pass.
-      rows_up, rows_down: x @ a and hidden @ a, [M, r]; None without factors.
-    """
-
-    pre_activation: jax.Array | QuantizedArray | None
-    rows_up: jax.Array | None
-    rows_down: jax.Array | None
-
-
-def _sent(linear: Linear, rows: jax.Array, exchange: Exchange) -> QuantizedArray:
-    """Rows of this device's tokens, quantized once as the layer reads them, at the devices of their experts."""
-    assert linear.row_format is not None
-    quantized = QUANTIZE_ROWS(linear.how, Quantize(rows), stored_as=linear.row_format)
-    return jax.tree.map(exchange.there, quantized)
-
-
-def _beside_quantization(linear: Linear, rows: Rows, matrix: Matrix) -> tuple[Rows, Matrix]:
-    """Rows that are sent, and the matrix that they are multiplied by, quantized while they are on their way."""
-    matrix = layer.quantized_ahead(linear, matrix)
-    # bits, since a conversion is in no kernel, and XLA waits for the rows where they are converted
-    bits, matrix = barrier((jax.tree.map(as_bits, rows), matrix))
-    return jax.tree.map(lambda part, own: from_bits(own, part.dtype), rows, bits), matrix
-
-
 def _prepared(mlp: MoeMlp, operands: Operands, keeps: bool) -> Operands:
     """What the forward pass reads."""
     if operands.exchange is not None:
         assert isinstance(operands.x, jax.Array)
-        x = _sent(mlp.up, operands.x, operands.exchange)
+        x = sent(mlp.up, operands.x, operands.exchange)
         operands = operands._replace(x=jax.tree.map(lambda part: named(part, mlp.names.x), x))
     gate_up = layer.prepared(mlp.up, operands.gate_up, keeps=keeps, name=mlp.names.weights)
     down = layer.prepared(mlp.down, operands.down, keeps=keeps, name=mlp.names.weights)
     return operands._replace(gate_up=gate_up, down=down)
 
 
-def _forward_pass(mlp: MoeMlp, operands: Operands, keeps: bool) -> tuple[jax.Array, _Kept]:
+def _forward_pass(mlp: MoeMlp, operands: Operands, keeps: bool) -> tuple[jax.Array, Kept]:
     x, gate_up = operands.x, operands.gate_up
     if operands.exchange is not None:
-        x, gate_up = _beside_quantization(mlp.up, x, gate_up)
+        x, gate_up = beside_quantization(mlp.up, x, gate_up)
     activated, rows_up = layer.forward_activated(
         mlp.up,
         x,
@@ -221,10 +184,10 @@ def _forward_pass(mlp: MoeMlp, operands: Operands, keeps: bool) -> tuple[jax.Arr
     y, rows_down = layer.forward(mlp.combined_down, activated.hidden, operands.down, routes, operands.b_down)
     if operands.exchange is not None:
         y = operands.exchange.back(y)
-    return y, _Kept(activated.kept, rows_up, rows_down)
+    return y, Kept(activated.kept, rows_up, rows_down)
 
 
-def _forward(mlp: MoeMlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, _Kept]]:
+def _forward(mlp: MoeMlp, operands: Operands) -> tuple[jax.Array, tuple[Operands, Kept]]:
     operands = _prepared(mlp, operands, keeps=True)
     y, kept = _forward_pass(mlp, operands, keeps=True)
     kept = jax.tree.map(lambda array: checkpoint_name(array, mlp.names.pre_activation), kept)
@@ -232,135 +195,7 @@ def _forward(mlp: MoeMlp, operands: Operands) -> tuple[jax.Array, tuple[Operands
     return y, (operands._replace(gate_up=gate_up, down=down), kept)
 
 
-def _restored(mlp: MoeMlp, operands: Operands, dy: jax.Array) -> tuple[Operands, jax.Array]:
-    """What the backward pass reads.
-
-    The barrier keeps XLA from dequantizing weights once for both passes, and so from keeping them dense. Only scales
-    are behind it: XLA copies what a barrier takes out of the stacked weights of all layers.
-    """
-    gate_up, down = operands.gate_up, operands.down
-    if mlp.up.recipe is None and (gate_up.is_quantized or down.is_quantized):
-        scales = [matrix.straight and matrix.straight.scales for matrix in (gate_up, down)]
-        (scales_up, scales_down), dy = barrier((scales, dy))
-        gate_up, down = gate_up.with_scales(scales_up), down.with_scales(scales_down)
-    gate_up, down = layer.restored(mlp.up, gate_up), layer.restored(mlp.down, down)
-    return operands._replace(gate_up=gate_up, down=down), dy
-
-
-def _activation_backward(
-    mlp: MoeMlp, operands: Operands, kept: _Kept, dy: Rows
-) -> tuple[ActivationGradients, jax.Array | None]:
-    """The gradient of the pre-activation, hidden features, and the sums that the router's gradient is made of.
-
-    With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept. Also
-    returns the rows dy @ b of w_down's factors, or None.
-    """
-    routes, down = mlp.routes(operands), operands.down.of_transposed_layer
-    if operands.exchange is not None:
-        dy, down = _beside_quantization(mlp.transposed_down, dy, down)
-    z, d_rows = layer.forward(mlp.transposed_down, dy, down, routes)
-    stored_as = mlp.transposed_down.row_format
-    in_group = between_groups(routes.bounds, mlp.up.problem.num_rows) if stored_as is None else None
-    activated = ActivateBackward(kept.pre_activation, z, mlp.row_weights(operands), in_group)
-    return ACTIVATE_BACKWARD(
-        mlp.how,
-        activated,
-        activation=mlp.activation,
-        interleaved=mlp.interleaved,
-        scale_hidden=operands.scales_hidden,
-        stored_as=stored_as,
-    ), d_rows
-
-
-def _factors_of_down(
-    mlp: MoeMlp, operands: Operands, kept: _Kept, d_rows: jax.Array | None, hidden: jax.Array, dy: Rows
-) -> Factors | None:
-    """The gradients of w_down's factors, by the transposed layer, whose x is dy, in token order.
-
-    Args:
-      d_rows: dy @ b.
-      hidden: scaled by the rows' weights if `operands.scales_hidden`.
-    """
-    if kept.rows_down is None or d_rows is None:
-        return None
-    weights = mlp.row_weights(operands)[:, None]
-
-    def scaled(rows: jax.Array) -> jax.Array:
-        return (weights * rows.astype(jnp.float32)).astype(rows.dtype)
-
-    d_rows = d_rows if operands.scales_hidden else scaled(d_rows)
-    matrix, routes = operands.down.of_transposed_layer, mlp.routes(operands)
-    rows = scaled(kept.rows_down)
-    d_factors = layer.factor_gradients(mlp.transposed_down, dy, hidden, matrix, routes, d_rows, rows)
-    return Matrix(factors=d_factors).of_transposed_layer.factors
-
-
-def _down_backward(
-    mlp: MoeMlp, operands: Operands, hidden: jax.Array, dy: Rows
-) -> tuple[jax.Array | None, jax.Array | None, jax.Array | float]:
-    """dw_down, db_down if there is a b_down, and what b_down adds to the sums of the router's gradient."""
-    routes, b_down = mlp.routes(operands), operands.b_down
-    hidden, dy = barrier((hidden, dy))  # rows of dy are copied when z is no longer needed
-    if b_down is None:
-        return layer.weight_gradient(mlp.transposed_down, dy, hidden, routes), None, 0.0
-    dtype = mlp.up.problem.dtype
-    if routes.gather_indices is None:
-        dy_rows = dense_rows(mlp.how, dy, dtype)
-    else:
-        at = plain.x_rows(mlp.up.problem, routes.gather_indices)
-        dy_rows = COMBINE(mlp.how, Combine(dy, at), topk=1, dtype=dtype)
-    bounds, weights = routes.bounds, mlp.row_weights(operands)
-    dw_down = layer.weight_gradient(mlp.weighted_down, hidden, dy_rows, Routes(bounds, topk_weights=weights))
-    db_down = DBIAS(mlp.how, Dbias(dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down.problem)
-    return dw_down, db_down.astype(b_down.dtype), bias_row_sums(mlp.down.problem, dy_rows, b_down, bounds, None)
-
-
-@jax.named_scope("jgg.moe_mlp.backward")
-def _backward(mlp: MoeMlp, residuals: tuple[Operands, _Kept], dy: jax.Array) -> tuple[Operands]:
-    """All gradients; those that nobody asks for are dropped as dead code, with their products."""
-    operands, kept = residuals
-    operands, dy = _restored(mlp, operands, dy)
-    x, b_gate_up, topk_weights, routes = operands.x, operands.b_gate_up, operands.topk_weights, mlp.routes(operands)
-
-    dy, exchange = dy.astype(mlp.up.problem.dtype), operands.exchange
-    dy_rows = dy if exchange is None else _sent(mlp.transposed_down, dy, exchange)
-    gradients, d_rows_down = _activation_backward(mlp, operands, kept, dy_rows)
-    d_factors_down = _factors_of_down(mlp, operands, kept, d_rows_down, gradients.hidden, dy_rows)
-    dw_down, db_down, sums = _down_backward(mlp, operands, gradients.hidden, dy_rows)
-    d_weights = gradients.row_sums + sums
-    # runs one product after the other, the largest last, when memory that only the others need is free again
-    d_pre_activation, quantized, dw_down = barrier((gradients.d_pre_activation, gradients.quantized, dw_down))
-    (dx, _), d_rows_up = layer.dx(mlp.up, d_pre_activation, operands.gate_up, routes, quantized_dy=quantized)
-    rows = kept.rows_up, d_rows_up
-    d_factors_up = layer.factor_gradients(mlp.up, x, d_pre_activation, operands.gate_up, routes, *rows)
-    d_pre_activation, dx, x = barrier((d_pre_activation, dx, x))  # nor are rows of x copied early
-    dw_gate_up = layer.weight_gradient(mlp.sparing_up, x, d_pre_activation, routes)
-    db_gate_up = None
-    if b_gate_up is not None:
-        of_bias = Dbias(d_pre_activation, routes.bounds, routes.gather_indices)
-        db_gate_up = DBIAS(mlp.sparing_up.how, of_bias, problem=mlp.up.problem).astype(b_gate_up.dtype)
-
-    if routes.gather_indices is not None:
-        row_of = inverse_permutation(routes.gather_indices, topk_weights.size)
-        # a choice without a row has no gradient
-        d_weights = jnp.where(row_of >= 0, d_weights[jnp.maximum(row_of, 0)], 0)
-    d_weights = d_weights.reshape(topk_weights.shape).astype(topk_weights.dtype)
-    d_gate_up, d_down = Matrix(dense=dw_gate_up, factors=d_factors_up), Matrix(dense=dw_down, factors=d_factors_down)
-    none: Any = None  # integers have no gradient
-    gradients_of = Operands(
-        x=dx if exchange is None else exchange.back(dx),
-        gate_up=d_gate_up,
-        down=d_down,
-        b_gate_up=db_gate_up,
-        b_down=db_down,
-        topk_weights=d_weights,
-        group_sizes=none,
-        gather_indices=none,
-    )
-    return (gradients_of,)
-
-
-_mlp.defvjp(_forward, _backward)
+_mlp.defvjp(_forward, compute_gradients)
 
 
 def _plain_mlp(mlp: MoeMlp, operands: Operands) -> jax.Array:

@@ -104,7 +104,8 @@ class Fp8:
 
     Each factor gets scales from its own values: one scale for 128 features of a token, of its hidden features or of a
     gradient, and one for 128 x 128 entries of a weight. Products are summed in float32, promoted every 128 features.
-    Quantization passes gradients straight through. For the backward pass the pre-activation is kept in FP8.
+    Quantization passes gradients straight through. For the backward pass the pre-activation is kept in FP8. Tokens and
+    gradients that are sent to experts on other devices are quantized before, and dW then reads them as they arrive.
 
     Source: DeepSeek-V3 Technical Report (arXiv 2412.19437), 3.3.
 

@@ -53,13 +53,18 @@ def prepared(linear: Linear, matrix: Matrix, *, keeps: bool, name: str = "jgg_we
     return matrix.with_forms(both_forms(linear.how, dense, linear.recipe.format)) if is_quantized_once else matrix
 
 
-def quantized_ahead(linear: Linear, matrix: Matrix) -> Matrix:
-    """The matrix with the quantized form that `forward` by a recipe reads, which `forward` else quantizes itself."""
+def quantized_beside[Values](linear: Linear, matrix: Matrix, values: Values) -> tuple[Matrix, Values]:
+    """The matrix with the form that `forward` by a recipe reads; `values`, which may be on their way, come after it.
+
+    Weights that are quantized already stay out of the barrier: XLA copies what one takes out of the stacked weights of
+    all layers.
+    """
     form = _read(linear, matrix, linear.problem.w_layout)
     if not isinstance(form, ToQuantize):
-        return matrix
-    quantized = with_quantized(form, functools.partial(QUANTIZE_WEIGHTS, linear.how))
-    return matrix._replace(transposed=quantized) if form.is_transposed else matrix._replace(straight=quantized)
+        return matrix, values
+    quantized, values = barrier((with_quantized(form, functools.partial(QUANTIZE_WEIGHTS, linear.how)), values))
+    matrix = matrix._replace(transposed=quantized) if form.is_transposed else matrix._replace(straight=quantized)
+    return matrix, values
 
 
 def kept(linear: Linear, matrix: Matrix) -> Matrix:

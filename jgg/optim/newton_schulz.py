@@ -72,8 +72,8 @@ def orthogonalize(
       TypeError: a dtype is wrong.
 
     Source: Jordan et al., Muon, 2024, https://kellerjordan.github.io/posts/muon/; Amsel et al., The Polar Express,
-      2025, https://arxiv.org/abs/2505.16932; Zhang et al., Gram Newton-Schulz, 2026,
-      https://dao-lab.ai/blog/2026/gram-newton-schulz
+    2025, https://arxiv.org/abs/2505.16932; Zhang et al., Gram Newton-Schulz, 2026,
+    https://dao-lab.ai/blog/2026/gram-newton-schulz
     """
     x = as_array("x", x)
     as_dtype("x", x.dtype, DTYPES)

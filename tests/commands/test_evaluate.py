@@ -125,6 +125,16 @@ def test_mistakes_are_told_in_one_line(arguments, message, folder, data, capsys)
     assert message in told and len(told.splitlines()) == 1
 
 
+def test_a_package_that_tasks_lack_is_of_the_extra_for_tasks(folder, monkeypatch):
+    class Tasks:
+        def results(self, model):
+            raise ModuleNotFoundError("No module named 'chardet'")
+
+    monkeypatch.setattr("jgg.cli.evaluation.run._tasks", lambda args: Tasks())
+    with pytest.raises(SystemExit, match=r"^jgg: No module named 'chardet': pip install 'jgg\[evaluate\]'$"):
+        main(["evaluate", str(folder), "--tasks", "hellaswag"])
+
+
 @pytest.mark.thorough
 def test_several_devices(folder, data):
     options = ["--data", data, "--dtype", "float32", "--sequence-length", 64, "--batch-size", 4, "--json"]

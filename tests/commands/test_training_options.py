@@ -172,6 +172,8 @@ def test_no_folder_is_named(error):
     for command in ("finetune", "train"):
         for name in ("missing", "file", "."):
             assert name in error(command, name, *NEEDED)
+    wanted = "CONFIG must be a folder with config.json, or that file, got config.json"
+    assert wanted in error("train", "config.json", *NEEDED)
     assert "--tokenizer must be a folder with tokenizer.json, got ." in error(
         "train", "model/config.json", *NEEDED, "--tokenizer", "."
     )

@@ -40,7 +40,7 @@ def run(args: argparse.Namespace) -> int:
             if args.adapter is not None:
                 jgg.models.load_adapter(model, args.adapter)
         measured = {str(each.file): each.measured(model) for each in texts}
-        with one_line():
+        with one_line("evaluate"):
             results = None if tasks is None else tasks.results(model)
     return _tell(args, measured, results)
 

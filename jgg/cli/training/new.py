@@ -38,7 +38,7 @@ def run(args) -> int:
 def _check(args) -> Path:
     """Checks and settles options; returns the folder of config.json."""
     folder = Path(args.model)
-    if folder.name == "config.json":
+    if folder.name == "config.json" and folder.is_file():
         folder = folder.parent
     if not folder.is_dir():
         raise UsageError(f"CONFIG must be a folder with config.json, or that file, got {args.model}")
