@@ -33,6 +33,7 @@ from benchmarks.strategies import Strategy, choose_strategies
 from benchmarks.training_step import add_model_options
 from jgg.cli import run as run_command
 from jgg.cli.console import print_table
+from jgg.cli.options import UsageError
 from jgg.measuring.workloads import OPS, Layer, load_layers
 
 LINK = 400e9  # bytes/s that a device sends: what NCCL has of NVLink's 450e9, see gpus.csv's rows "data"
@@ -124,6 +125,8 @@ class Step(NamedTuple):
 
 def step_of(args, config: jgg.models.ModelConfig) -> Step:
     """The step of a device that the options of `benchmarks.training` describe."""
+    if args.data > 1 or args.tensor > 1:
+        raise UsageError(f"--data and --tensor must be 1 for a prediction, got {args.data} and {args.tensor}")
     model = nnx.eval_shape(lambda: jgg.models.Decoder(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     sizes = {path: variable.get_value().size for path, variable in nnx.to_flat_state(nnx.state(model))}
     experts = sum(size for path, size in sizes.items() if "moe" in path and path[-1] in ("w_gate_up", "w_down"))

@@ -2,6 +2,7 @@
 
     python -m benchmarks.training --layers 20 --expert 4 --buffer-factor 1.25
     python -m benchmarks.training --layers 20 --fsdp 4 --balanced
+    python -m benchmarks.training --layers 8 --params bfloat16 --data 2
     python -m benchmarks.training --expert 8 --exchange ragged_all_to_all --trace trace --json FILE
 
 A step is that of `jgg.train.Trainer`, with AdamW. Before anything is allocated, the program is compiled, and what it

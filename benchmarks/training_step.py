@@ -25,7 +25,7 @@ from jgg.models.placement import place
 from jgg.sharding import MoESharding
 from jgg.train.loop import step_of
 
-AXES = "fsdp", "expert", "tensor"
+AXES = "data", "fsdp", "expert", "tensor"
 
 
 class Training(NamedTuple):
@@ -63,13 +63,14 @@ def sharding_of(args, devices: Any) -> MoESharding | None:
     sizes = tuple(getattr(args, axis) for axis in AXES)
     count = math.prod(sizes)
     if min(sizes) < 1 or count > len(devices):
-        raise UsageError(f"--fsdp, --expert and --tensor must split the {len(devices)} devices, got {sizes}")
+        raise UsageError(f"--data, --fsdp, --expert and --tensor must split the {len(devices)} devices, got {sizes}")
     if count == 1:
         return None
     kinds = (jax.sharding.AxisType.Auto,) * len(AXES)
     mesh = jax.sharding.Mesh(np.asarray(devices[:count]).reshape(sizes), AXES, axis_types=kinds)
     return MoESharding(
         mesh,
+        data="data",
         fsdp="fsdp",
         expert="expert" if args.expert > 1 else None,
         tensor="tensor" if args.tensor > 1 else None,
@@ -107,18 +108,19 @@ def training_of(args, config: jgg.models.ModelConfig, devices: Any) -> Training:
 
     states, frozen = placed(jax.eval_shape(make), devices, sharding)
     everywhere = _place(jax.P(), devices, sharding)
-    tokens = tokens_of(args.batch * args.fsdp * args.expert, args.sequence + 1, devices, sharding)
+    tokens = tokens_of(args, args.sequence + 1, devices, sharding)
     step = jax.jit(
         step_of(made[0], optimizer_of(args), loss_of, accumulate=False),
         donate_argnums=0,
         out_shardings=(places_of(states), everywhere),
-        compiler_options=jgg.train.compiler_options(math.prod(getattr(args, axis) for axis in AXES)),
+        compiler_options=jgg.train.compiler_options(math.prod(getattr(args, axis) for axis in AXES[1:])),
     )
     return Training(step, (states, frozen, tokens))
 
 
-def tokens_of(batch: int, length: int, devices: Any, sharding: MoESharding | None) -> jax.ShapeDtypeStruct:
-    """Tokens [B, S] on the devices."""
+def tokens_of(args, length: int, devices: Any, sharding: MoESharding | None) -> jax.ShapeDtypeStruct:
+    """Tokens [B, length] of all devices, on these."""
+    batch = args.batch * args.data * args.fsdp * args.expert
     spec = jax.P() if sharding is None else sharding.token_spec
     return jax.ShapeDtypeStruct((batch, length), jnp.int32, sharding=_place(spec, devices, sharding))
 

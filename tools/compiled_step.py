@@ -92,11 +92,11 @@ def program(args, devices):
         made.append(step)
         return state
 
-    states, batch = placed(jax.eval_shape(make), devices, sharding), args.batch * args.fsdp * args.expert
+    states = placed(jax.eval_shape(make), devices, sharding)
     if args.run != "generate":
-        return made[0], (*states, tokens_of(batch, args.sequence + 1, devices, sharding))
+        return made[0], (*states, tokens_of(args, args.sequence + 1, devices, sharding))
     generate = jax.jit(lambda state, prompt: jgg.models.generate(nnx.merge(made[0], state), prompt, args.new_tokens))
-    return generate, (*states, tokens_of(batch, args.prompt, devices, sharding))
+    return generate, (*states, tokens_of(args, args.prompt, devices, sharding))
 
 
 def compiled(args):

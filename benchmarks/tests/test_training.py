@@ -45,7 +45,7 @@ def test_balanced_choices_are_even_and_on_all_devices():
 
 
 def test_what_devices_cannot_split_is_refused():
-    with pytest.raises(UsageError, match=r"must split the 1 devices, got \(1, 4, 1\)"):
+    with pytest.raises(UsageError, match=r"must split the 1 devices, got \(1, 1, 4, 1\)"):
         training_step.sharding_of(options("--expert", "4"), jax.devices()[:1])
 
 

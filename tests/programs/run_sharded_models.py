@@ -211,15 +211,18 @@ def check_quantized():
         )
     assert_in_place(nnx.state(model), sharding)
     assert model.layers.moe.w_down.get_value().values.dtype == jnp.float8_e4m3fn
+    rng = np.random.default_rng(0)
+    adapters = jax.tree.map(lambda a: rng.normal(0, 0.1, a.shape).astype(a.dtype), nnx.state(whole, nnx.LoRAParam))
     for each in (whole, model):
-        nnx.update(each, jax.tree.map(lambda a: a + 0.1, nnx.state(each, nnx.LoRAParam)))
+        places = jax.tree.map(lambda a: a.sharding, nnx.state(each, nnx.LoRAParam))
+        nnx.update(each, jax.device_put(adapters, places))
     (got, got_gradients), (want, want_gradients) = run(model), run(whole)
     assert got.sharding.is_equivalent_to(sharding.named(sharding.token_spec), 3), got.sharding
     # where sums differ in the last bit, some numbers are rounded to their other neighbour in FP8
-    assert distance(got, want) < 0.01
+    assert distance(got, want) < 0.03
     assert_in_place(got_gradients, sharding)
     for own, expected in zip(*map(jax.tree.leaves, (got_gradients, want_gradients)), strict=True):
-        assert distance(own, expected) < 0.03
+        assert distance(own, expected) < 0.1  # gradients are sent in e5m2
 
 
 def check_generation():
