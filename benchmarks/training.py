@@ -48,7 +48,8 @@ class Measured:
     Attributes:
       compile_seconds, first_seconds: of the program, and of its first step.
       speed: of the steps after the first.
-      planned_bytes: memory of each device that the compiled program needs: arguments, results and temporaries.
+      planned_bytes: memory of each device that the compiled program needs: arguments, results and temporaries; None if
+        XLA does not tell.
       load: rows of the experts on the fullest device over the mean of the devices, in the layer where it is largest.
       overflow: rows of a step that found no room in the buffers.
       shares: of a traced step; None without a trace.
@@ -58,7 +59,7 @@ class Measured:
     first_seconds: float
     speed: Speed
     num_devices: int
-    planned_bytes: int
+    planned_bytes: int | None
     loss: float
     load: float
     overflow: int
@@ -71,7 +72,7 @@ def measure(args, config: jgg.models.ModelConfig) -> Measured:
     training = training_of(args, config, jax.devices())
     run = training.step.lower(*training.arguments).compile()
     compile_seconds = time.perf_counter() - begin
-    planned_bytes = _planned(run.memory_analysis())
+    planned_bytes = _planned(run)
 
     state, frozen, tokens, meter = _values(args, config, training)
     begin = time.perf_counter()
@@ -104,11 +105,16 @@ def measure(args, config: jgg.models.ModelConfig) -> Measured:
     )
 
 
-def _planned(memory: Any) -> int:
-    """Bytes that a compiled program needs of each device, which it prints.
+def _planned(run: Any) -> int | None:
+    """Bytes that a compiled program needs of each device, which it prints; None if XLA does not tell.
 
     Raises: UsageError: JAX may not have as many.
     """
+    try:
+        memory = run.memory_analysis()
+    except RuntimeError as error:  # XLA of jaxlib 0.11.2 does not find some loops that it unrolled in order
+        print(f"what each device needs is not known: {str(error)[:200]}", flush=True)
+        return None
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     planned = int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")

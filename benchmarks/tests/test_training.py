@@ -56,15 +56,14 @@ def test_bytes_that_a_layer_sends(strategy):
 
 def test_predictions_are_near_what_was_measured():
     with links.ROWS.open() as file:
-        # those of fsdp and of the ragged exchange are of other code
-        rows = [
-            row for row in csv.DictReader(file) if "fsdp" not in row["strategy"] and "ragged" not in row["strategy"]
-        ]
+        # gathers of weights are slower than other collectives, and at c996e50 a ragged exchange sent more
+        rows = [row for row in csv.DictReader(file) if row["strategy"] != "fsdp"]
+    rows = [row for row in rows if "ragged" not in row["strategy"] or row["commit"] != "c996e50"]
     predicted = {cells[:3]: cells for cells in links.layer_table()}
     for row in rows:
         cells = predicted[row["gpu"], int(row["gpus"]), row["strategy"]]
         assert float(cells[3]) == pytest.approx(float(row["mb_sent"]), rel=0.02), cells
-        assert float(cells[4]) == pytest.approx(float(row["ms"]), rel=0.15), cells
+        assert float(cells[4]) == pytest.approx(float(row["ms"]), rel=0.1), cells
 
 
 def test_bytes_and_flops_of_a_step():
