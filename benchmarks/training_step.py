@@ -113,7 +113,7 @@ def training_of(args, config: jgg.models.ModelConfig, devices: Any) -> Training:
         step_of(made[0], optimizer_of(args), loss_of, accumulate=False),
         donate_argnums=0,
         out_shardings=(places_of(states), everywhere),
-        compiler_options=jgg.train.compiler_options(math.prod(getattr(args, axis) for axis in AXES[1:])),
+        compiler_options=jgg.train.compiler_options(args.fsdp),
     )
     return Training(step, (states, frozen, tokens))
 

@@ -23,12 +23,9 @@ from jgg.launching.choice import How
 from jgg.primitives.barrier import barrier
 from jgg.router.routing import Routing, compute_order
 
-# Multiprocessors for the collective that sums the gradient of x while the gradient of w_gate_up is computed;
-# kernels/trials.md has measurements of other numbers.
+# Multiprocessors for the collective that sums the gradient of x while the gradient of w_gate_up is computed, or for
+# those that gather and scatter weights of other layers beside all products; kernels/trials.md has other numbers' times.
 _SPARE_SMS = 24
-# Multiprocessors for collectives beside all products: gathers of the next layer's weights and sums of the gradients of
-# the one before. Eight layers of Qwen3-30B on two H200s take 147.9 ms with 0 of them, 147.6 with 16, 142.1 with 32.
-_SPARE_SMS_ALWAYS = 32
 
 
 def compute_mlp_on_device(
@@ -47,7 +44,7 @@ def compute_mlp_on_device(
     options = dataclasses.replace(
         options,
         spare_sms=_SPARE_SMS if sums_gradients and not gathers_beside else 0,
-        spare_sms_always=_SPARE_SMS_ALWAYS if gathers_beside else 0,
+        spare_sms_always=_SPARE_SMS if gathers_beside else 0,
         expected_rows=num_rows or None,
     )
     if sharding.tensor is not None:

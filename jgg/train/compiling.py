@@ -12,8 +12,9 @@ _OPTIONS = {"xla_gpu_enable_dus_accumulator_zero_init_elimination": True}
 
 # O1 moves a gather of weights into the iteration of the loop before the one that needs them, and a reduce-scatter of
 # gradients into the one after: https://openxla.org/xla/effort_levels. By itself the scheduler would then let one
-# collective run at a time, beside the last few kernels of an iteration, however many bytes it moves.
-_OF_SEVERAL_DEVICES = {
+# collective run at a time, beside the last few kernels of an iteration, however many bytes it moves. Only for steps
+# that gather weights: with an expert axis alone, XLA of JAX 0.11.2 makes an order at O1 that its own check refuses.
+_OF_GATHERS = {
     "optimization_level": "O1",
     "xla_gpu_experimental_parallel_collective_overlap_limit": 8,
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
@@ -27,13 +28,14 @@ def compiler_options(num_devices: int = 1) -> dict[str, Any]:
     GiB in a step of Qwen3-30B-A3B with LoRA and 2 x 4096 tokens. With these options it only allocates those of which it
     finds that the loop writes every element before it reads one, so that results stay the same.
 
-    Where devices hold parts of the parameters, collectives run beside computations: the weights of the next layer of a
-    scan are gathered while a layer is computed, in the forward and in the backward pass, and gradients are sent while
-    the next layer's are computed. This takes the memory of two more layers' weights, and longer to compile.
+    Where devices gather weights, as along the fsdp axis of a `jgg.sharding.MoESharding`, collectives run beside
+    computations: the weights of the next layer of a scan are gathered while a layer is computed, in the forward and in
+    the backward pass, and gradients are sent while the next layer's are computed. This takes the memory of two more
+    layers' weights.
 
     `jgg.train.Trainer` uses them. In a loop of your own:
 
-        options = jgg.train.compiler_options(jax.device_count())
+        options = jgg.train.compiler_options(sharding.size(sharding.fsdp))
         step = jax.jit(step, donate_argnums=0, compiler_options=options)
 
     JAX takes options of the outermost `jax.jit` alone, and `nnx.jit` takes none: split the model with `nnx.split`
@@ -41,8 +43,8 @@ def compiler_options(num_devices: int = 1) -> dict[str, Any]:
     XLA_FLAGS=--xla_gpu_enable_dus_accumulator_zero_init_elimination=true.
 
     Args:
-      num_devices: number of devices that the parameters are split over; 1 where each has all of them.
+      num_devices: number of devices along the axis over which weights are gathered; 1 if none are.
     """
-    several = as_int("num_devices", num_devices, 1) > 1
-    options = _OPTIONS | _OF_SEVERAL_DEVICES if several else _OPTIONS
+    gathers = as_int("num_devices", num_devices, 1) > 1
+    options = _OPTIONS | _OF_GATHERS if gathers else _OPTIONS
     return dict(options) if jax.default_backend() == "gpu" else {}

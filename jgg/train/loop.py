@@ -12,6 +12,7 @@ import optax
 from flax import nnx
 
 from jgg.core.arguments import as_int, check_instance
+from jgg.sharding import MoESharding
 from jgg.train.checkpoints import TrainingError, opened, restored, save
 from jgg.train.compiling import compiler_options
 from jgg.train.meter import Meter, Speed
@@ -80,8 +81,7 @@ class Trainer:
             put = functools.partial(jax.make_array_from_process_local_data, everywhere)
             state = jax.tree.map(lambda a: a if a.ndim else put(np.asarray(a)), state)
         self._state, splits = state, jax.tree.map(lambda a: a.sharding, state)
-        is_split = not all(a.sharding.is_fully_replicated for a in jax.tree.leaves(params))
-        options = compiler_options(len(everywhere.device_set) if is_split and everywhere is not None else 1)
+        options = compiler_options(num_gathering(model))
         self._step = jax.jit(step, donate_argnums=0, out_shardings=(splits, everywhere), compiler_options=options)
 
     @property
@@ -194,6 +194,12 @@ def step_of(
         return (params, opt_state), (jnp.where(is_finite, value, jnp.nan), metrics)
 
     return step
+
+
+def num_gathering(model: nnx.Module) -> int:
+    """The largest number of devices from which layers of the model gather weights; 1 if none does."""
+    found = (getattr(module, "sharding", None) for _, module in nnx.iter_modules(model))
+    return max((each.size(each.gather_axis) for each in found if isinstance(each, MoESharding)), default=1)
 
 
 def _replicated(params: Any) -> jax.NamedSharding | None:

@@ -12,6 +12,7 @@ import jgg
 import jgg.models
 from jgg.models.placement import spec_of
 from jgg.sharding import MoESharding
+from jgg.train.loop import num_gathering
 from tests.support import processes
 from tests.support.models import config_of, loaded
 from tests.support.sharded_cases import SEVERAL_GPUS
@@ -86,6 +87,13 @@ def test_gathers_of_experts_wait_for_stored_weights_alone():
     assert text.count(f"(tensor<{stored}xf32>) -> tensor<{whole}xf32>") == 2
     barriers = re.findall("optimization_barrier.*", text)
     assert barriers and not any(f"tensor<{stored}x" in line for line in barriers)
+
+
+@pytest.mark.parametrize(("axes", "expected"), [({"data": "a", "fsdp": "b"}, 4), ({"data": "a", "expert": "b"}, 1)])
+def test_a_trainer_knows_which_models_gather_weights(axes, expected):
+    config, sharding = jgg.models.model_config(config_of("qwen3_moe")), MoESharding(abstract_mesh(), **axes)
+    model = nnx.eval_shape(lambda: jgg.models.Decoder(config, sharding=sharding, rngs=nnx.Rngs(0)))
+    assert num_gathering(model) == expected
 
 
 @pytest.mark.gpu

@@ -206,4 +206,4 @@ def test_all_products_beside_gathers_spare_multiprocessors(launched):
 
     whole = grids(True)
     assert max(whole) == 132 // 2  # clusters of two
-    assert grids(False) == [min(clusters, (132 - 32) // 2) for clusters in whole]
+    assert grids(False) == [min(clusters, (132 - 24) // 2) for clusters in whole]
