@@ -94,8 +94,8 @@ def by_all_gather(
       how: how rows are sorted and copied.
     """
     exchange = AllGather(placement.axis)
-    # A barrier that has choices gathered after the tokens, so that the router is beside those, makes XLA of jaxlib 0.11.2
-    # fail to compile a scan of layers on four devices.
+    # With a barrier that has choices gathered after the tokens, so that the router is beside those, XLA of jaxlib 0.11.2
+    # fails to compile a scan of layers on four devices.
     tokens = exchange.there(x)
     weights, experts = exchange.there(topk_weights), exchange.there(topk_indices)
     return Arrival(exchange, tokens, *_own_routing(weights, experts, placement, how))
