@@ -94,7 +94,7 @@ def by_all_gather(
       how: how rows are sorted and copied.
     """
     exchange = AllGather(placement.axis)
-    # With a barrier that has choices gathered after the tokens, so that the router is beside those, XLA of jaxlib 0.11.2
+    # With a barrier, to gather choices after the tokens, so that the router is beside them, XLA of jaxlib 0.11.2
     # fails to compile a scan of layers on four devices.
     tokens = exchange.there(x)
     weights, experts = exchange.there(topk_weights), exchange.there(topk_indices)
