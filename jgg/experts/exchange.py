@@ -19,7 +19,6 @@ from jgg.core.schedule import group_bounds, group_of_rows, guarded, inverse_perm
 from jgg.experts.moves import Moves, Placement, Plan, Way, move, plan_moves
 from jgg.experts.sums import sum_scatter
 from jgg.launching.choice import How
-from jgg.primitives.barrier import barrier
 from jgg.products.combine import COMBINE, Combine
 from jgg.router.routing import Routing, compute_order
 
@@ -95,8 +94,9 @@ def by_all_gather(
       how: how rows are sorted and copied.
     """
     exchange = AllGather(placement.axis)
-    # choices are gathered after the tokens, so that XLA gathers those while the router is computed
-    tokens, topk_weights, topk_indices = barrier((exchange.there(x), topk_weights, topk_indices))
+    # With a barrier, to gather choices after the tokens, so that the router is beside them, XLA of jaxlib 0.11.2
+    # fails to compile a scan of layers on four devices.
+    tokens = exchange.there(x)
     weights, experts = exchange.there(topk_weights), exchange.there(topk_indices)
     return Arrival(exchange, tokens, *_own_routing(weights, experts, placement, how))
 
