@@ -522,7 +522,8 @@ def layer_kernels(compute_capability, takes_all):
         yield ["rotary", *case], functools.partial(lower_rotary, compute_capability, *case)
     for case in (("ekn", 4), ("enk", 4), ("ekn", 500), ("enk", 500)):
         yield ["packed", *case], functools.partial(lower_stored, compute_capability, "packed", *case)
-    symmetric = [((EXPERTS,), 1536, 2048, "bfloat16", "bfloat16"), ((2, EXPERTS), 1536, 1536, "bfloat16", "float32")]
+    # of at most 256 rows, or with float32 results: Hopper's kernel has others
+    symmetric = [((EXPERTS,), 256, 2048, "bfloat16", "bfloat16"), ((2, EXPERTS), 1536, 1536, "bfloat16", "float32")]
     symmetric += [((), 513, 513, "float16", "float16"), ((EXPERTS,), 64, 2048, "bfloat16", "bfloat16")]
     symmetric += [((EXPERTS,), 768, 2048, "float32", "float32", precision) for precision in (None, "high", "highest")]
     for case in symmetric if takes_all else symmetric[:1]:
