@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 
 import jgg.models
+from _jgg_command.arguments import positive_int
 from benchmarks.model_configs import config_of
 from benchmarks.traces import Shares, shares_of
 from benchmarks.training_step import (
@@ -137,7 +138,7 @@ def make_parser() -> argparse.ArgumentParser:
         "python -m benchmarks.training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_options(parser)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
+    parser.add_argument("--steps", type=positive_int, default=5, help="timed steps (%(default)s)")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="trace one more step by the profiler, into DIR")
     parser.add_argument("--json", type=Path, help="write what was measured into this file too")
     parser.set_defaults(parser=parser)
