@@ -49,7 +49,8 @@ class Measured:
     Attributes:
       compile_seconds, first_seconds: of the program, and of its first step.
       speed: of the steps after the first.
-      planned_bytes: memory of each device that the compiled program needs: arguments, results and temporaries.
+      planned_bytes: memory of each device that the compiled program needs: arguments, results and temporaries; None if
+        XLA cannot say.
       load: rows of the experts on the fullest device over the mean of the devices, in the layer where it is largest.
       overflow: rows of a step that found no room in the buffers.
       shares: of a traced step; None without a trace.
@@ -59,7 +60,7 @@ class Measured:
     first_seconds: float
     speed: Speed
     num_devices: int
-    planned_bytes: int
+    planned_bytes: int | None
     loss: float
     load: float
     overflow: int
@@ -72,7 +73,7 @@ def measure(args, config: jgg.models.ModelConfig) -> Measured:
     training = training_of(args, config, jax.devices())
     run = training.step.lower(*training.arguments).compile()
     compile_seconds = time.perf_counter() - begin
-    planned_bytes = _planned(run.memory_analysis())
+    planned_bytes = _planned(run)
 
     state, frozen, tokens, meter = _values(args, config, training)
     begin = time.perf_counter()
@@ -105,11 +106,18 @@ def measure(args, config: jgg.models.ModelConfig) -> Measured:
     )
 
 
-def _planned(memory: Any) -> int:
-    """Bytes that a compiled program needs of each device, which it prints.
+def _planned(compiled: jax.stages.Compiled) -> int | None:
+    """Bytes that a compiled program needs of each device, which it prints; None if XLA cannot say.
 
     Raises: UsageError: JAX may not have as many.
     """
+    try:
+        memory: Any = compiled.memory_analysis()
+    except RuntimeError as error:
+        # XLA of jaxlib 0.11.2 checks a schedule here, and not where it runs: with optimization_level O1 an instruction
+        # of a loop of two layers may have itself among those that it waits for
+        print(f"what each device needs is not known: {str(error)[:300]}", flush=True)
+        return None
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     planned = int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
