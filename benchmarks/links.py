@@ -24,13 +24,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jgg.models
+from _jgg_command.arguments import positive_float
 from benchmarks.layer import FORWARD_BACKWARD, LayerProblem
 from benchmarks.layer_roofline import least_layer_seconds, parts_of
 from benchmarks.model_configs import config_of
 from benchmarks.model_roofline import Speeds, least_training_seconds, tensors_of
 from benchmarks.sent import bytes_of_ragged_exchange
 from benchmarks.strategies import Strategy, choose_strategies
-from benchmarks.training_step import add_model_options
+from benchmarks.training_step import add_model_options, check_experts
 from jgg.cli import run as run_command
 from jgg.cli.console import print_table
 from jgg.cli.options import UsageError
@@ -127,6 +128,7 @@ def step_of(args, config: jgg.models.ModelConfig) -> Step:
     """The step of a device that the options of `benchmarks.training` describe."""
     if args.data > 1 or args.tensor > 1:
         raise UsageError(f"--data and --tensor must be 1 for a prediction, got {args.data} and {args.tensor}")
+    check_experts(args, config)
     model = nnx.eval_shape(lambda: jgg.models.Decoder(config, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0)))
     sizes = {path: variable.get_value().size for path, variable in nnx.to_flat_state(nnx.state(model))}
     experts = sum(size for path, size in sizes.items() if "moe" in path and path[-1] in ("w_gate_up", "w_down"))
@@ -214,7 +216,8 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--step", action="store_true", help="predict a step of a whole model")
     # 8 layers of Qwen3-30B-A3B on one H100 took 121 ms (models.csv), of which AdamW's bytes take 26
-    parser.add_argument("--flops", type=float, default=465e12, help="FLOP/s of a GPU without AdamW (%(default)s)")
+    what = "FLOP/s of a GPU without AdamW (%(default)s)"
+    parser.add_argument("--flops", type=positive_float, default=465e12, help=what)
     add_model_options(parser)
     parser.set_defaults(parser=parser)
     return parser

@@ -24,6 +24,7 @@ import numpy as np
 from flax import nnx
 
 import jgg.models
+from _jgg_command.arguments import positive_int
 from benchmarks.model_configs import config_of
 from benchmarks.traces import Shares, shares_of
 from benchmarks.training_step import (
@@ -49,7 +50,7 @@ class Measured:
       compile_seconds, first_seconds: of the program, and of its first step.
       speed: of the steps after the first.
       planned_bytes: memory of each device that the compiled program needs: arguments, results and temporaries; None if
-        XLA does not tell.
+        XLA cannot say.
       load: rows of the experts on the fullest device over the mean of the devices, in the layer where it is largest.
       overflow: rows of a step that found no room in the buffers.
       shares: of a traced step; None without a trace.
@@ -105,15 +106,17 @@ def measure(args, config: jgg.models.ModelConfig) -> Measured:
     )
 
 
-def _planned(run: Any) -> int | None:
-    """Bytes that a compiled program needs of each device, which it prints; None if XLA does not tell.
+def _planned(compiled: jax.stages.Compiled) -> int | None:
+    """Bytes that a compiled program needs of each device, which it prints; None if XLA cannot say.
 
     Raises: UsageError: JAX may not have as many.
     """
     try:
-        memory = run.memory_analysis()
-    except RuntimeError as error:  # XLA of jaxlib 0.11.2 does not find some loops that it unrolled in order
-        print(f"what each device needs is not known: {str(error)[:200]}", flush=True)
+        memory: Any = compiled.memory_analysis()
+    except RuntimeError as error:
+        # XLA of jaxlib 0.11.2 checks a schedule here, and not where it runs: with optimization_level O1 an instruction
+        # of a loop of two layers may have itself among those that it waits for
+        print(f"what each device needs is not known: {str(error)[:300]}", flush=True)
         return None
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
     planned = int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
@@ -143,7 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
         "python -m benchmarks.training", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_model_options(parser)
-    parser.add_argument("--steps", type=int, default=5, help="timed steps (%(default)s)")
+    parser.add_argument("--steps", type=positive_int, default=5, help="timed steps (%(default)s)")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="trace one more step by the profiler, into DIR")
     parser.add_argument("--json", type=Path, help="write what was measured into this file too")
     parser.set_defaults(parser=parser)

@@ -16,6 +16,7 @@ from flax import nnx
 import jgg
 import jgg.models
 import jgg.train
+from _jgg_command.arguments import positive_float, positive_int
 from benchmarks.model_configs import CONFIGS
 from benchmarks.models import PARAMS, random_model
 from jgg.cli.options import UsageError
@@ -46,23 +47,23 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--params", choices=PARAMS, default="masters", help="as in benchmarks.models (%(default)s)")
     parser.add_argument("--remat", choices=REMAT, default="attention", help="as in Decoder (%(default)s)")
     parser.add_argument("--exchange", choices=EXCHANGES, default="all_gather", help="of tokens (%(default)s)")
-    parser.add_argument("--buffer-factor", type=float, help="as in MoESharding (room for all rows)")
+    parser.add_argument("--buffer-factor", type=positive_float, help="as in MoESharding (room for all rows)")
     parser.add_argument("--fp8", action="store_true", help="train with the experts' products in FP8")
     parser.add_argument("--batch-invariant", action="store_true", help="as in Decoder")
     parser.add_argument("--balanced", action="store_true", help="each expert gets as many tokens, whatever routers say")
-    parser.add_argument("--unroll", type=int, default=1, help="layers of an iteration of the scan (%(default)s)")
-    parser.add_argument("--layers", type=int, help="number of layers, if fewer than the model's")
-    parser.add_argument("--batch", type=int, default=2, help="sequences of each GPU (%(default)s)")
-    parser.add_argument("--sequence", type=int, default=4096, help="tokens of a sequence (%(default)s)")
+    parser.add_argument("--unroll", type=positive_int, default=1, help="layers in a pass of the scan (%(default)s)")
+    parser.add_argument("--layers", type=positive_int, help="number of layers, if fewer than the model's")
+    parser.add_argument("--batch", type=positive_int, default=2, help="sequences of each GPU (%(default)s)")
+    parser.add_argument("--sequence", type=positive_int, default=4096, help="tokens of a sequence (%(default)s)")
     for axis in AXES:
-        parser.add_argument(f"--{axis}", type=int, default=1, help=f"devices along MoESharding's {axis} axis")
+        parser.add_argument(f"--{axis}", type=positive_int, default=1, help=f"devices along MoESharding's {axis} axis")
 
 
 def sharding_of(args, devices: Any) -> MoESharding | None:
     """The sharding that the options name, on the first of the devices; None for one device."""
     sizes = tuple(getattr(args, axis) for axis in AXES)
     count = math.prod(sizes)
-    if min(sizes) < 1 or count > len(devices):
+    if count > len(devices):
         raise UsageError(f"--data, --fsdp, --expert and --tensor must split the {len(devices)} devices, got {sizes}")
     if count == 1:
         return None
@@ -79,6 +80,13 @@ def sharding_of(args, devices: Any) -> MoESharding | None:
     )
 
 
+def check_experts(args, config: jgg.models.ModelConfig) -> None:
+    """Raises UsageError where the devices of the options cannot split a model's experts."""
+    experts, devices = config.moe.num_experts, args.expert * args.fsdp
+    if experts % devices:
+        raise UsageError(f"--expert and --fsdp must split {experts} experts, got {args.expert} and {args.fsdp}")
+
+
 def balanced_choices(config: jgg.models.ModelConfig, shape: tuple[int, int]) -> jax.Array:
     """Experts int32 [L, B, S, k] of tokens [B, S], each as often as any other, those of a token on all devices."""
     experts, topk = config.moe.num_experts, config.moe.topk
@@ -89,6 +97,7 @@ def balanced_choices(config: jgg.models.ModelConfig, shape: tuple[int, int]) -> 
 
 def training_of(args, config: jgg.models.ModelConfig, devices: Any) -> Training:
     """The step that the options describe, on devices that need not be there."""
+    check_experts(args, config)
     sharding, made = sharding_of(args, devices), []
 
     def make():
