@@ -101,11 +101,12 @@ def scaled(x: jax.Array, eps: float, dtype: DTypeLike, axes: tuple[tuple[int, ..
     """
     x = x.astype(jnp.float32)
     rows, columns = (math.prod(x.shape[axis] for axis in own) for own in axes)
-    norm, small = (
-        jnp.sqrt(jnp.sum(jnp.square(x * factor), axis=sum(axes, ()), keepdims=True)) for factor in (1.0, 2.0**-64)
-    )
-    norm = jnp.where(jnp.isinf(norm), small * 2.0**64, norm)  # squares of numbers above 1e19 are infinite
-    return (x * (_scale(rows, columns) / (norm + eps))).astype(dtype)
+    # squares of numbers above 1e19 are infinite, and the norm itself can be
+    sizes = [jnp.sqrt(jnp.sum(jnp.square(x * f), axis=sum(axes, ()), keepdims=True)) for f in (1.0, 2.0**-96)]
+    is_large = jnp.isinf(sizes[0])
+    norm = jnp.where(is_large, sizes[1], sizes[0] + eps)
+    factor = jnp.where(norm == 0, 0.0, _scale(rows, columns) / norm)
+    return (x * jnp.where(is_large, 2.0**-96, 1.0) * factor).astype(dtype)
 
 
 def _scale(rows: int, columns: int) -> float:

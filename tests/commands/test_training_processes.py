@@ -1,4 +1,4 @@
-"""Training in two processes, one of which is killed: started again, the run goes on as one that was not stopped."""
+"""Training in two processes, and when one is killed: started again, the run goes on as one that was not stopped."""
 
 import json
 import os
@@ -6,8 +6,10 @@ import signal
 import socket
 import time
 
+import jax
 import pytest
 
+from _jgg_command import main
 from tests.support import processes
 from tests.support.models import folder_with_tokenizer
 
@@ -21,23 +23,35 @@ WRITTEN = {
 }
 
 
+@pytest.fixture
+def folder(tmp_path):
+    """With a model and data."""
+    folder_with_tokenizer("qwen3_moe", tmp_path / "model")
+    rows = [{"text": " ".join(f"t{(start + n) % 40 + 5}" for n in range(7))} for start in range(24)]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    return tmp_path
+
+
+def arguments_of(command, name):
+    arguments = "model", "--data", "data.jsonl", "--output", name, "--learning-rate", "1e-2"
+    return *arguments, "--sequence-length", 8, "--batch-size", 4, "--log-every", 1, *OPTIONS[command]
+
+
 def start(folder, command, name, devices, *options):
     """A process that trains, with so many devices of its own."""
-    arguments = "model", "--data", "data.jsonl", "--eval-data", "data.jsonl", "--output", name, "--steps", STEPS
-    sizes = "--sequence-length", 8, "--batch-size", 4, "--expert", 2, "--log-every", 1, "--eval-every", 6
     environment = processes.with_devices(devices) | {
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "PYTHONPATH": str(processes.ROOT),
     }
-    options = *sizes, "--learning-rate", "1e-2", *OPTIONS[command], *options
-    return processes.start("-m", "jgg", command, *arguments, *options, cwd=folder, **environment)
+    options = *arguments_of(command, name), "--expert", 2, *options
+    return processes.start("-m", "jgg", command, *options, cwd=folder, **environment)
 
 
-def start_both(folder, command):
+def start_both(folder, command, *options):
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    options = "--checkpoints", "run", "--save-every", 2, "--coordinator", address, "--processes", 2, "--process"
+    options += "--checkpoints", "run", "--save-every", 2, "--coordinator", address, "--processes", 2, "--process"
     return [start(folder, command, "two", 2, *options, process) for process in range(2)]
 
 
@@ -56,31 +70,48 @@ def kill_one_after_a_checkpoint(folder, both):
             process.communicate()
 
 
-def losses(folder, name):
+def printed_by_both(both):
+    try:
+        return [processes.printed(process, 500) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+
+
+def losses(folder, name, steps=STEPS):
     lines = [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == list(range(1, STEPS + 1))
+    assert [line["step"] for line in lines] == list(range(1, steps + 1))
     return [line["loss"] for line in lines] + [line["eval_loss"] for line in lines if "eval_loss" in line]
+
+
+@pytest.mark.thorough
+def test_two_processes_train_as_one_device_does(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    both = start_both(folder, "train", "--steps", 2)
+    try:
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            assert main(["train", *map(str, arguments_of("train", "one")), "--steps", "2"]) == 0
+    finally:
+        printed = printed_by_both(both)
+    assert "step 2: " in printed[0] and "step" not in printed[1]  # the first alone tells
+    assert losses(folder, "two", 2) == pytest.approx(losses(folder, "one", 2), rel=1e-4)
+    assert (folder / "run" / "2").is_dir()
+    for name in WRITTEN["train"]:
+        assert (folder / "two" / name).stat().st_size == (folder / "one" / name).stat().st_size
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("command", OPTIONS)
-def test_a_run_of_two_processes_goes_on_when_one_was_killed(command, tmp_path):
-    folder_with_tokenizer("qwen3_moe", tmp_path / "model")
-    rows = [{"text": " ".join(f"t{(start + n) % 40 + 5}" for n in range(7))} for start in range(24)]
-    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    kill_one_after_a_checkpoint(tmp_path, start_both(tmp_path, command))
-    saved = max(int(path.name) for path in tmp_path.glob("run/*") if path.name.isdecimal())
+def test_a_run_of_two_processes_goes_on_when_one_was_killed(command, folder):
+    options = "--eval-data", "data.jsonl", "--eval-every", 6, "--steps", STEPS
+    kill_one_after_a_checkpoint(folder, start_both(folder, command, *options))
+    saved = max(int(path.name) for path in folder.glob("run/*") if path.name.isdecimal())
     assert saved < STEPS
-    both = start_both(tmp_path, command)
-    try:
-        printed = [processes.printed(process, 500) for process in both]
-    finally:
-        for process in both:
-            process.kill()
+    printed = printed_by_both(start_both(folder, command, *options))
     assert f"goes on from step {saved}, " in printed[0] and f"step {saved + 1}: " in printed[0]
     assert "step" not in printed[1]  # the first alone tells
-    processes.printed(start(tmp_path, command, "one", 4), 500)
+    processes.printed(start(folder, command, "one", 4, *options), 500)
     tolerance = {"train": 1e-4, "finetune": 2e-2}[command]  # the latter computes in bfloat16
-    assert losses(tmp_path, "two") == pytest.approx(losses(tmp_path, "one"), rel=tolerance)
+    assert losses(folder, "two") == pytest.approx(losses(folder, "one"), rel=tolerance)
     for name in WRITTEN[command]:
-        assert (tmp_path / "two" / name).stat().st_size == (tmp_path / "one" / name).stat().st_size
+        assert (folder / "two" / name).stat().st_size == (folder / "one" / name).stat().st_size

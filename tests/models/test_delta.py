@@ -18,6 +18,7 @@ from tests.support.models import DATA, config_of, loaded, logits_of, reference
 
 FAMILY = "qwen3_5_moe_text"
 LENGTHS = np.array([1, 5, 9])
+TARGETS = ("w_qkv", "w_z", "w_b", "w_a", "w_out", "w_q")
 NO_TOKEN = 64  # gives NaN where a program reads it
 
 
@@ -39,7 +40,10 @@ def gradients(params, graphdef, tokens, segments, weights):
 
 
 def test_packed_sequences_compute_and_learn_as_each_alone():
-    """In one program, of as many rows: the last two are whole, and give what transformers gives."""
+    """In one program, of as many rows: the last two are whole, and give what transformers gives.
+
+    Adapters are beside it that add nothing yet, of which b learns what a makes of the gradient of its matrix.
+    """
     rng, pieces = np.random.default_rng(0), [(0, 0, 5), (0, 5, 6), (0, 6, 13), (1, 0, 2), (1, 2, 13)]
     tokens, alone, segments = np.zeros((3, 7, 13), np.int32)
     weights, own_weights = np.zeros((2, 7, 13, 64), np.float32)
@@ -49,7 +53,7 @@ def test_packed_sequences_compute_and_learn_as_each_alone():
         segments[row, first:last] = number
         alone[number, : last - first] = tokens[row, first:last]
         own_weights[number, : last - first] = weights[row, first:last]
-    graphdef, params = nnx.split(model())
+    graphdef, params = nnx.split(loaded(FAMILY, lora_rank=2, lora_alpha=3.0, lora_targets=TARGETS))
     packed, logits = gradients(params, graphdef, tokens, segments, weights)
     each, own_logits = gradients(params, graphdef, alone, np.zeros_like(segments), own_weights)
     np.testing.assert_allclose(own_logits[5:], reference(FAMILY)["logits"], rtol=0, atol=1e-4)
@@ -57,6 +61,14 @@ def test_packed_sequences_compute_and_learn_as_each_alone():
         np.testing.assert_allclose(logits[row, first:last], own_logits[number, : last - first], rtol=0, atol=1e-4)
     for got, wanted in zip(jax.tree.leaves(packed), jax.tree.leaves(each), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-3 * float(jnp.abs(wanted).max()))
+    own, learned = ({path: leaf[...] for path, leaf in nnx.to_flat_state(state)} for state in (params, packed))
+    adapted = [path for path in own if (*path[:-1], f"{path[-1]}_lora_b") in own]
+    assert {path[-1] for path in adapted} == set(TARGETS)
+    for *place, name in adapted:
+        a, b = own[*place, f"{name}_lora_a"], learned[*place, f"{name}_lora_b"]
+        wanted = 1.5 * a.mT @ learned[*place, name]
+        assert np.any(wanted)
+        np.testing.assert_allclose(b, wanted, rtol=1e-3, atol=1e-4 * float(jnp.abs(wanted).max()), err_msg=name)
 
 
 @jax.jit
@@ -95,9 +107,6 @@ def test_prompts_in_chunks_are_continued_by_each_sample():
         model(), expected["prompts"], 6, lengths=LENGTHS, prefill_chunk=4, num_samples=2, temperature=0.0
     )
     np.testing.assert_array_equal(got, np.repeat(expected["greedy"], 2, axis=0))
-
-
-TARGETS = ("w_qkv", "w_z", "w_b", "w_a", "w_out", "w_q")
 
 
 def with_adapters(**options):

@@ -127,9 +127,9 @@ def test_polar_express_coefficients_are_the_best_of_each_step():
     assert coefficients_of("polar_express", 9)[-1] == (1.875, -1.25, 0.375)
 
 
-@pytest.mark.parametrize("scale", [1e-15, 1e-4, 1e6, 1e15])
+@pytest.mark.parametrize("scale", [1e-15, 1e-4, 1e6, 1e15, 1e38])
 def test_numbers_of_any_size(scale):
-    """float16 has none above 65,504, and loses bits below 6e-5."""
+    """float16 has none above 65,504, and loses bits below 6e-5; float32 has no norm of the largest."""
     x, decomposition = stack_of(["of random numbers"], 24, 300, scale=scale)
     got = orthogonalize(x, eps=0.0)
     assert errors(got, exact(decomposition, coefficients_of("standard", 5))).max() < 0.05
@@ -138,6 +138,8 @@ def test_numbers_of_any_size(scale):
 def test_zero_stays_zero_and_matrices_are_alone():
     x = jnp.asarray(np.stack([np.zeros((6, 9)), RNG.normal(size=(6, 9)), np.full((6, 9), np.nan)]), jnp.float32)
     got = orthogonalize(x)
+    for eps in (1e-8, 0.0):
+        np.testing.assert_array_equal(orthogonalize(x[0], eps=eps), 0)
     np.testing.assert_array_equal(got[0], 0)
     np.testing.assert_allclose(got[1], orthogonalize(x[1]), atol=1e-3)
     assert np.isnan(got[2]).all()

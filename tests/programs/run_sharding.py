@@ -402,13 +402,13 @@ def check_all_else():
     check_weights_are_not_moved()
     check_explicit_weights_are_refused()
     check_interleave()
+    check_flax()
     check_load_params()
     check_layer("Explicit")
 
 
 def check_others():
     check_quantized_layer()
-    check_flax()
     check_layer("Auto")
 
 
