@@ -221,10 +221,12 @@ def train(options: argparse.Namespace) -> None:
         differences = record.metrics[(record.step - len(record.metrics)) % updates :: updates]
         reward, is_right, length, sampling = told
         seconds = record.speed.seconds * updates / len(record.metrics)
+        # the first batch is drawn before the first step is timed
+        of_sampling = f"{sampling:.2f} s of it" if step > 1 else f"after {sampling:.0f} s of compiling and"
         print(
             f"step {step}: reward {reward:.3f}, {is_right:.0%} right, {length:.1f} tokens, "
             f"sampler and trainer differ by up to {np.max(differences):.3g}, "
-            f"{seconds:.2f} s a step, {sampling:.2f} s of it sampling",
+            f"{seconds:.2f} s a step, {of_sampling} sampling",
             flush=True,
         )
         if step % options.save_every == 0 or step == options.steps:

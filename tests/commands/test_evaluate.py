@@ -191,6 +191,13 @@ class TestTasks:
         np.testing.assert_allclose(got, math.exp(mean), rtol=1e-5)
         assert found["data"] == {}
 
+    def test_quiet_prints_the_table_alone(self, options, capfd, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)  # where git finds no repository
+        assert main(["evaluate", *map(str, options), "--tasks", "jgg_words", "--quiet"]) == 0
+        told = capfd.readouterr()
+        assert "jgg_words" in told.out
+        assert "fatal" not in told.err and "%|" not in told.err
+
     @pytest.mark.sweep
     def test_unknown_tasks_are_refused(self, options, capsys):
         with pytest.raises(SystemExit):

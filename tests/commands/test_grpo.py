@@ -119,7 +119,11 @@ def test_a_model_learns_what_it_is_rewarded_for(options, tmp_path, capsys, monke
     arguments = [str(folder), "--output", str(tmp_path / "adapter"), "--dtype", "float32", "--learning-rate", "3e-2"]
     sizes = ["--steps", "16", "--problems", "2", "--samples", "16", "--max-new-tokens", "3", "--log-every", "4"]
     grpo.main([*arguments, *sizes, *options])
-    lines = re.findall(r"step (\d+): reward (\S+), .* differ by up to ([^,]+), ", capsys.readouterr().out)
+    told = capsys.readouterr().out
+    lines = re.findall(r"step (\d+): reward (\S+), .* differ by up to ([^,]+), ", told)
+    # compiling the sampler is no part of a step
+    assert len(re.findall(r", \d+\.\d\d s a step, \d+\.\d\d s of it sampling\n", told)) == 4
+    assert re.match(r"step 1: .*, \d+\.\d\d s a step, after \d+ s of compiling and sampling\n", told)
     assert [int(step) for step, *_ in lines] == [1, 4, 8, 12, 16]
     rewards, differences = ([float(line[place]) for line in lines] for place in (1, 2))
     assert rewards[0] < 0.1 and rewards[-1] > 0.8

@@ -1,10 +1,14 @@
 """lm-eval's tasks, for `jgg evaluate --tasks`."""
 
 import argparse
+import contextlib
+import io
 import logging
 from typing import Any, NamedTuple
+from unittest import mock
 
 import lm_eval
+import lm_eval.evaluator
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
@@ -50,14 +54,20 @@ class Tasks:
         if args.quiet:
             logging.getLogger("lm_eval").setLevel(logging.ERROR)
         evaluate: Any = lm_eval.simple_evaluate  # its decorator hides its parameters from type checkers
-        found = evaluate(
-            model=lm,
-            tasks=self._names,
-            num_fewshot=args.num_fewshot,
-            limit=args.limit,
-            apply_chat_template=args.apply_chat_template,
-            task_manager=self._manager,
-            log_samples=False,
-        )
+        with contextlib.redirect_stderr(io.StringIO()) if args.quiet else contextlib.nullcontext(), _no_git():
+            found = evaluate(
+                model=lm,
+                tasks=self._names,
+                num_fewshot=args.num_fewshot,
+                limit=args.limit,
+                apply_chat_template=args.apply_chat_template,
+                task_manager=self._manager,
+                log_samples=False,
+            )
         tables = [make_table(found), *([make_table(found, "groups")] if found.get("groups") else [])]
         return Results("\n".join(tables), {key: found[key] for key in _KEYS if key in found})
+
+
+def _no_git() -> contextlib.AbstractContextManager[Any]:
+    """Keeps lm-eval from running git, which prints "fatal: ..." where the working folder is in no repository."""
+    return mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", lambda: None, create=True)
