@@ -114,8 +114,7 @@ def _planned(compiled: jax.stages.Compiled) -> int | None:
     try:
         memory: Any = compiled.memory_analysis()
     except RuntimeError as error:
-        # XLA of jaxlib 0.11.2 checks a schedule here, and not where it runs: with optimization_level O1 an instruction
-        # of a loop of two layers may have itself among those that it waits for
+        # docs/troubleshooting.md, on control predecessors
         print(f"what each device needs is not known: {str(error)[:300]}", flush=True)
         return None
     results = memory.output_size_in_bytes - memory.alias_size_in_bytes
