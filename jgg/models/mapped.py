@@ -32,8 +32,8 @@ def map_sequences[Result](
     return result
 
 
-def map_module[Module: nnx.Module, Result](
-    module: Module,
+def map_module[Result](
+    module: nnx.Module,
     method: Callable[..., tuple[Result, Any]],
     sharding: MoESharding | None,
     arrays: tuple[Any, ...],
