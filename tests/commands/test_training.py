@@ -184,7 +184,7 @@ def test_a_new_model_is_trained_and_saved_with_its_tokenizer(folder):
 
 @pytest.mark.gpu
 def test_a_gpu_learns_the_same_and_its_memory_is_known(folder):
-    options = "--steps", 4, *SIZES, "--eval-data", "data.jsonl", "--learning-rate", 1e-9
-    lines = run("finetune", *options, "--output", "out")
+    options = "--steps", 4, *SIZES, "--batch-size", 2 * jax.device_count(), "--eval-data", "data.jsonl"
+    lines = run("finetune", *options, "--learning-rate", 1e-9, "--output", "out")
     assert lines[-1]["eval_loss"] == pytest.approx(mean_loss(PAIRS), abs=1e-2)  # in bfloat16
     assert lines[-1]["peak_memory_bytes"] > 0

@@ -62,7 +62,7 @@ BOTH = "standard", "gram"
 @pytest.mark.parametrize("name", ["standard", "dion", "polar_express"])
 def test_it_is_the_polynomial_of_the_singular_values(name):
     """Of wide, square and high matrices, by both methods."""
-    check_polynomials(name, ((33, 96, BOTH), (48, 48, BOTH), (96, 33, (None,))))
+    check_polynomials(name, ((33, 96, BOTH), (48, 48, BOTH), (96, 33, (None,)), (300, 300, BOTH)))
 
 
 @pytest.mark.gpu
