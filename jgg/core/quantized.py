@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -221,6 +222,12 @@ def is_quantized(array: Any) -> bool:
 def values_and_scales(array: Any) -> tuple[Any, Any]:
     """The values and scales of a QuantizedArray; for any other array, the array and None."""
     return (array.values, array.scales) if isinstance(array, QuantizedArray) else (array, None)
+
+
+def count_numbers(tree: Any) -> int:
+    """How many numbers the arrays of a pytree stand for: in FP8 and MXFP4 without scales, and not by stored bytes."""
+    leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
+    return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def as_bits(array: Any) -> jax.Array:

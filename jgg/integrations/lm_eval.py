@@ -23,6 +23,7 @@ from tqdm import tqdm
 
 import jgg.models
 from jgg.core.arguments import as_int, check
+from jgg.core.quantized import count_numbers
 from jgg.data.tokenizers import check_vocabulary, encode, load_tokenizer, stop_tokens
 from jgg.hf import read_config
 from jgg.hf.hub import folder_of
@@ -116,7 +117,7 @@ class JggLM(TemplateLM):
 
     def get_model_info(self) -> dict[str, Any]:
         """What lm-eval writes of the model beside its results."""
-        parameters = sum(leaf.size for leaf in jax.tree.leaves(jax.eval_shape(lambda: self.model)))
+        parameters = count_numbers(jax.eval_shape(lambda: self.model))
         return {"model_num_parameters": parameters, "model_dtype": str(self.model.options.dtype)}
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:

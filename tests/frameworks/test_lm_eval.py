@@ -6,10 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jgg.models
 from jgg.models import generate
 from tests.support import processes
 from tests.support.frameworks import framework
-from tests.support.models import folder_with_tokenizer, loaded, logits_of
+from tests.support.models import folder_with_tokenizer, loaded, logits_of, with_mxfp4
 
 pytestmark = [
     *framework("lm_eval"),
@@ -163,6 +164,13 @@ def test_generation_is_that_of_each_context_alone(folder):
         lm.generate_until(instances("generate_until", ("t3", options | {"num_beams": 2})))
     with pytest.raises(ValueError, match="max_gen_toks must be less than max_length, 32768, got 32768"):
         lm.generate_until(instances("generate_until", ("t3", {"max_gen_toks": 2**15})))
+
+
+def test_parameters_in_mxfp4_count_as_numbers(folder, tmp_path):
+    stored = with_mxfp4(tmp_path / "stored")
+    models = (jgg.models.load(stored, experts=experts) for experts in ("dense", "as stored"))
+    dense, packed = (made_of(folder, model=model).get_model_info()["model_num_parameters"] for model in models)
+    assert dense == packed
 
 
 @pytest.fixture

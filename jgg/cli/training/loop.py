@@ -1,6 +1,5 @@
 """Trains a model: the optimizer, the loop, its log, its lines and what is held out."""
 
-import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -16,7 +15,7 @@ from jgg.cli.console import progress
 from jgg.cli.errors import enough_memory, writes
 from jgg.cli.training import devices, folders
 from jgg.cli.training.data import Data, data_of
-from jgg.core.quantized import QuantizedArray
+from jgg.core.quantized import count_numbers
 from jgg.data import lengths_of
 from jgg.models import Decoder, ModelConfig
 from jgg.sharding import MoESharding
@@ -137,7 +136,7 @@ def _trainer_of(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> jgg.t
     args, sharding = run.args, run.sharding
     shardings = None if sharding is None else jax.tree.map(lambda p: p.sharding, nnx.state(model, wrt))
     optimizer = optimizer_of(args, run.schedule, shardings)
-    trained, total = (count_parameters(nnx.state(model, kind)) for kind in (wrt, nnx.Variable))
+    trained, total = (count_numbers(nnx.state(model, kind)) for kind in (wrt, nnx.Variable))
     say(args, f"{trained:,} of {total:,} parameters are trained on {devices.in_words(args)}")
     return jgg.train.Trainer(
         model,
@@ -148,12 +147,6 @@ def _trainer_of(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> jgg.t
         lengths_of=lengths_of,
         batch_sharding=None if sharding is None else sharding.named(jax.P(None, *sharding.token_spec)),
     )
-
-
-def count_parameters(state: nnx.State) -> int:
-    """The number of parameters; those in FP8 and MXFP4 count as numbers, without their scales."""
-    leaves = jax.tree.leaves(state, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
-    return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def _measured(run: Run, record: jgg.train.Record, trainer: jgg.train.Trainer) -> dict[str, float | None]:
