@@ -16,7 +16,7 @@ from jgg.sharding import MoESharding, sharded_moe_mlp
 from tests.support.closeness import assert_close
 from tests.support.marks import EVERYWHERE
 from tests.support.passes import forward_and_backward
-from tests.support.sharded_cases import CASES, SEVERAL_GPUS, assert_case_is_right
+from tests.support.sharded_cases import CASES, SEVERAL_GPUS, assert_case_is_right, need_gpus
 
 
 def test_runs_are_of_one_expert_and_even():
@@ -104,8 +104,7 @@ RAGGED = [name for name, (_, options, _) in CASES.items() if options.get("exchan
 
 
 def mesh_of_gpus(count, *names):
-    if jax.device_count() < count:
-        pytest.skip(f"needs {count} GPUs, has {jax.device_count()}")
+    need_gpus(count)
     shape = (1, count, 1)[: len(names)] if len(names) > 1 else (count,)
     return jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(shape), names)
 

@@ -10,7 +10,7 @@ from jax.interpreters import partial_eval as pe
 
 import jgg
 from jgg.sharding import MoESharding, sharded_moe_mlp
-from tests.support.sharded_cases import SEVERAL_GPUS, assert_fp8_case_is_right, make_terms
+from tests.support.sharded_cases import SEVERAL_GPUS, assert_fp8_case_is_right, make_terms, need_gpus
 
 RECIPES = {"e4m3": jgg.Fp8(), "e5m2": jgg.Fp8(jnp.float8_e5m2, power_of_2_scales=True)}
 AUTO = jax.sharding.AxisType.Auto
@@ -58,7 +58,6 @@ def test_nothing_is_rounded_that_is_not_sent():
 @pytest.mark.parametrize("has_terms", [False, True])
 @pytest.mark.parametrize("name", ["expert by all-gather", "expert by ragged all-to-all", "ragged, room for a third"])
 def test_on_gpus(name, has_terms, recipe):
-    if jax.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, has {jax.device_count()}")
+    need_gpus(2)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1), ("a", "b", "c"), axis_types=(AUTO,) * 3)
     assert_fp8_case_is_right(name, mesh, RECIPES[recipe], make_terms(256, 256) if has_terms else None)

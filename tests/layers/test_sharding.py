@@ -28,6 +28,7 @@ from tests.support.sharded_cases import (
     assert_quantized_weights_are_right,
     make,
     make_terms,
+    need_gpus,
 )
 
 MESH = jax.sharding.AbstractMesh((2, 4), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
@@ -52,8 +53,7 @@ def meshes_of_gpus():
 
 def mesh_of_gpus(shape):
     count = np.prod(shape)
-    if jax.device_count() < count:
-        pytest.skip(f"needs {count} GPUs, has {jax.device_count()}")
+    need_gpus(count)
     return jax.sharding.Mesh(np.array(jax.devices()[:count]).reshape(shape), ("a", "b", "c"))
 
 
@@ -76,8 +76,7 @@ def test_low_rank_terms_on_gpus(name, shape):
 @pytest.mark.parametrize("axis", ["fsdp", "expert", "tensor"])
 @pytest.mark.parametrize("name", QUANTIZED)
 def test_quantized_weights_on_gpus(name, axis):
-    if jax.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, has {jax.device_count()}")
+    need_gpus(2)
     mesh = jax.make_mesh((2,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
     assert_quantized_weights_are_right(name, MoESharding(mesh, **{axis: "a"}))
 
@@ -118,8 +117,7 @@ def test_a_tokens_bits_depend_on_no_device_and_no_other_token(exchange, devices)
 def test_inside_a_mesh_of_gpus(kind, spec):
     """ragged_dot and its gradients, of whole weights or, on Auto axes, of weights split over experts and features."""
     count = 4 if jax.device_count() >= 4 else 2
-    if jax.device_count() < count:
-        pytest.skip(f"needs {count} GPUs, has {jax.device_count()}")
+    need_gpus(count)
     mesh = jax.make_mesh((2, count // 2), ("a", "b"), axis_types=(jax.sharding.AxisType[kind],) * 2)
     rng = np.random.default_rng(0)
     x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((40, 64), (4, 64, 48)))

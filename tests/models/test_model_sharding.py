@@ -15,7 +15,7 @@ from jgg.sharding import MoESharding
 from jgg.train.loop import num_gathering
 from tests.support import processes
 from tests.support.models import config_of, loaded
-from tests.support.sharded_cases import SEVERAL_GPUS
+from tests.support.sharded_cases import SEVERAL_GPUS, need_gpus
 
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 
@@ -100,8 +100,7 @@ def test_a_trainer_knows_which_models_gather_weights(axes, expected):
 @SEVERAL_GPUS
 @pytest.mark.parametrize("axes", [{"fsdp": "a"}, {"expert": "a"}, {"expert": "a", "exchange": "ragged_all_to_all"}])
 def test_a_sequences_bits_depend_on_no_device_and_no_other_sequence(axes):
-    if jax.device_count() < 2:
-        pytest.skip(f"needs 2 GPUs, has {jax.device_count()}")
+    need_gpus(2)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]), ("a",))
     sizes = {"hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 32, "num_local_experts": 8, "vocab_size": 640}
     config = jgg.models.model_config(config_of("qwen3_moe") | sizes)

@@ -75,6 +75,12 @@ LOW_RANK_CASES = [
 MAY_OVERFLOW = [name for name, (_, options, _) in CASES.items() if "buffer_factor" in options]
 
 
+def need_gpus(count):
+    """Skips a test if there are fewer GPUs."""
+    if jax.device_count() < count:
+        pytest.skip(f"needs {count} GPUs, has {jax.device_count()}")
+
+
 def make(load, seed=0, features=FEATURES, hidden=HIDDEN):
     """Float arrays, chosen experts [T, k] and dy, as NumPy."""
     rng = np.random.default_rng(seed)
