@@ -35,7 +35,7 @@ def assert_alike(committed, ran):
 
 
 def test_they_are_few_and_small():
-    assert len(notebooks.NOTEBOOKS) == 6
+    assert len(notebooks.NOTEBOOKS) == 8
     assert sum(path.stat().st_size for path in notebooks.NOTEBOOKS) < 600_000
 
 
