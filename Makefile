@@ -13,6 +13,9 @@ QUICKLY_COMPILED := XLA_FLAGS='--xla_backend_optimization_level=0 --xla_cpu_para
 PYTEST_ON_GPU := $(BIN)/pytest -m gpu
 PYTEST_ON_CPU := $(ON_CPU) $(QUICKLY_COMPILED) $(BIN)/pytest -n logical --maxprocesses 8
 PLATFORM := $(if $(GPU),,$(ON_CPU))
+# Python keeps the bytecode of what it imports, also where the environment forbids it: tests start many processes, which
+# would each compile the source of JAX and of transformers again.
+unexport PYTHONDONTWRITEBYTECODE
 
 # A stamp says what .venv holds, so that a second run installs nothing.
 DEMO_STAMP := .venv/.installed-demo$(GPU:%=-%)

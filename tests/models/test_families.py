@@ -13,7 +13,7 @@ import jgg.models
 from tests.support.digests import digest
 from tests.support.hf import assert_same_tensors
 from tests.support.marks import thorough_but
-from tests.support.models import DATA, MORE_FAMILIES, OWN_PARTS, loaded, reference
+from tests.support.models import DATA, MORE_FAMILIES, OWN_PARTS, loaded, logits_of, reference
 
 LENGTHS = np.array([1, 5, 9])
 
@@ -61,7 +61,13 @@ def test_logits_loss_and_all_gradients_are_those_of_transformers(family, tmp_pat
     np.testing.assert_allclose(digest(named), expected["gradients"], rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("family", MORE_FAMILIES)
+@pytest.mark.parametrize("family", [family for family in MORE_FAMILIES if family not in OWN_PARTS])
+def test_logits_are_those_of_transformers(family):
+    expected = reference(family)
+    np.testing.assert_allclose(logits_of(model_of(family), expected["tokens"]), expected["logits"], rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", thorough_but(OWN_PARTS, MORE_FAMILIES, pytest.mark.sweep))
 def test_tokens_are_generated_with_caches_as_by_transformers(family):
     expected = reference(family)
     got = jgg.models.generate(model_of(family), expected["prompts"], expected["greedy"].shape[1], lengths=LENGTHS)

@@ -103,14 +103,14 @@ def check_axes_in_another_order():
 def check_model():
     """A whole model's step, with shardings and without, where XLA decides."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (8, 9)))
-    config = jgg.models.model_config(config_of("glm4_moe"))
+    config = jgg.models.model_config(config_of("qwen3_moe"))
     mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(AUTO,) * 3)
     results = []
     for sharding, is_told in ((None, False), (MoESharding(mesh, fsdp="a", expert="b", data="c"), True)):
         model = jgg.models.Decoder(config, dtype="float32", sharding=sharding, rngs=nnx.Rngs(0))
         graphdef, params, rest = nnx.split(model, nnx.Param, ...)
         shardings = jax.tree.map(lambda p: p.sharding, params) if is_told else None
-        optimizer = jgg.optim.muon(0.02, adam_learning_rate=1e-3, shardings=shardings)
+        optimizer = jgg.optim.muon(0.02, ns_steps=2, adam_learning_rate=1e-3, shardings=shardings)
 
         @jax.jit
         def step(params, state, rest, graphdef=graphdef, optimizer=optimizer):
