@@ -8,6 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from benchmarks.memory import Memory, planned_memory
 from jgg.core.problem import GroupedGemmProblem
 from jgg.experts.moe import moe_mlp
 from jgg.linear.fp8 import Fp8
@@ -263,42 +264,14 @@ def _choice_error(logits, topk_indices):
     return jnp.where(in_range & jnp.all(chosen <= 1), error, jnp.inf)
 
 
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes that a compiled forward + backward takes on its device.
-
-    Attributes:
-      arguments, results, temporaries: bytes that the compiler allots to each of them.
-      peak_in_use: the most bytes that the device ever had in use, other arrays included; None unless this run made
-        it larger.
-    """
-
-    arguments: int
-    results: int
-    temporaries: int
-    peak_in_use: int | None = None
-
-    @property
-    def total(self) -> int:
-        """Bytes that must be allocated at the same time."""
-        return self.arguments + self.results + self.temporaries
-
-
 def measure_memory(problem: LayerProblem, arrays: dict[str, jax.Array]) -> Memory:
     """Compiles forward + backward and runs it once."""
     compiled = jax.jit(layer_function(problem, FORWARD_BACKWARD)).lower(arrays).compile()
     before = _peak_bytes_in_use()
     jax.block_until_ready(compiled(arrays))
     after = _peak_bytes_in_use()
-    stats = compiled.memory_analysis()
-    if stats is None:
-        raise RuntimeError("XLA must say what memory the program takes, got nothing.")
-    return Memory(
-        arguments=stats.argument_size_in_bytes,
-        results=stats.output_size_in_bytes - stats.alias_size_in_bytes,
-        temporaries=stats.temp_size_in_bytes,
-        peak_in_use=after if after is not None and after > before else None,
-    )
+    peak_in_use = after if after is not None and after > before else None
+    return dataclasses.replace(planned_memory(compiled), peak_in_use=peak_in_use)
 
 
 def _peak_bytes_in_use():

@@ -25,7 +25,6 @@ from benchmarks.layer import (
     PASSES,
     LayerProblem,
     LayerReference,
-    Memory,
     choices_of,
     layer_function,
     logits_of,
@@ -33,6 +32,7 @@ from benchmarks.layer import (
 )
 from benchmarks.layer_peers import LAYER_PEERS, LayerPeer, measure_peer
 from benchmarks.layer_roofline import dense_times, least_layer_seconds, parts_of
+from benchmarks.memory import Memory
 from jgg.cli import options
 from jgg.cli import run as run_command
 from jgg.cli.console import progress

@@ -25,6 +25,7 @@ from flax import nnx
 
 import jgg.models
 from _jgg_command.arguments import positive_int
+from benchmarks.memory import planned_memory
 from benchmarks.model_configs import config_of
 from benchmarks.traces import Shares, shares_of
 from benchmarks.training_step import (
@@ -112,13 +113,11 @@ def _planned(compiled: jax.stages.Compiled) -> int | None:
     Raises: UsageError: JAX may not have as many.
     """
     try:
-        memory: Any = compiled.memory_analysis()
+        planned = planned_memory(compiled).total
     except RuntimeError as error:
         # docs/troubleshooting.md, on control predecessors
         print(f"what each device needs is not known: {str(error)[:300]}", flush=True)
         return None
-    results = memory.output_size_in_bytes - memory.alias_size_in_bytes
-    planned = int(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes)
     limit = (jax.devices()[0].memory_stats() or {}).get("bytes_limit")
     text = f"each device needs {planned / 2**30:.2f} GiB" + ("" if limit is None else f" of {limit / 2**30:.2f}")
     if limit is not None and planned > limit:

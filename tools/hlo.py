@@ -6,6 +6,8 @@ import math
 import re
 import zlib
 
+from benchmarks.memory import Memory, planned_memory
+
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^  (?:ROOT )?%(\S+) = (.*)$")
@@ -57,7 +59,7 @@ def loops_of(text: str) -> list[Loop]:
 
 def report(compiled, top: int) -> str:
     """The memory of a compiled program, and of each of its loops the kernels, the largest of each kind."""
-    lines = [_memory(compiled.memory_analysis())]
+    lines = [_memory(planned_memory(compiled))]
     for loop in loops_of(compiled.as_text()):
         lines += ["", f"{loop.name}: {loop.passes} x {len(loop.kernels)} kernels"]
         calls = collections.Counter(kernel.name for kernel in loop.kernels if kernel.kind == "call")
@@ -67,13 +69,13 @@ def report(compiled, top: int) -> str:
     return "\n".join(lines)
 
 
-def _memory(memory) -> str:
+def _memory(memory: Memory) -> str:
     sizes = {
-        "arguments": memory.argument_size_in_bytes,
-        "results in other memory": memory.output_size_in_bytes - memory.alias_size_in_bytes,
-        "temporary": memory.temp_size_in_bytes,
+        "arguments": memory.arguments,
+        "results in other memory": memory.results,
+        "temporary": memory.temporaries,
+        "peak, all together": memory.total,
     }
-    sizes["peak, all together"] = sum(sizes.values())
     return "GiB: " + ", ".join(f"{size / 2**30:.2f} {name}" for name, size in sizes.items())
 
 

@@ -5,6 +5,8 @@ import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 
+from jgg.core.terminal import rich_console
+
 
 def number(value: float | None) -> str:
     """Formats a number with three digits or more; None becomes "-"."""
@@ -16,7 +18,6 @@ def number(value: float | None) -> str:
 
 def print_table(headings: Sequence[str], rows: Iterable[Sequence], texts: Collection[str] = ()) -> None:
     """Prints a table; columns named in `texts` are aligned left, others right, and rows are never wrapped."""
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=None, pad_edge=False)
@@ -24,8 +25,7 @@ def print_table(headings: Sequence[str], rows: Iterable[Sequence], texts: Collec
         table.add_column(heading, justify="left" if heading in texts else "right")
     for row in rows:
         table.add_row(*map(str, row))
-    console = Console(width=10_000, markup=False, emoji=False, highlight=False, force_terminal=sys.stdout.isatty())
-    console.print(table)
+    rich_console(width=10_000, markup=False, emoji=False, highlight=False).print(table)
 
 
 @contextlib.contextmanager
@@ -34,11 +34,10 @@ def progress(total: int, quiet: bool = False) -> Iterator[Callable]:
 
     Yields tell(text, steps=0), which shows text and advances the bar by steps.
     """
-    from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
     from rich.table import Column
 
-    console = Console(stderr=True)
+    console = rich_console(stderr=True)
     # limited, because a longer text would take the space of the other columns
     column = Column(no_wrap=True, overflow="ellipsis", max_width=max(10, console.width - 30))
     text_column = TextColumn("{task.description}", markup=False, table_column=column)
@@ -48,7 +47,7 @@ def progress(total: int, quiet: bool = False) -> Iterator[Callable]:
         *columns,
         console=console,
         auto_refresh=False,
-        disable=quiet or not sys.stderr.isatty(),  # rich takes FORCE_COLOR, which notebooks set, for a terminal
+        disable=quiet or not console.is_terminal,
         redirect_stdout=sys.stdout.isatty(),
     )
     with bar:

@@ -1,7 +1,7 @@
 """`generate` and `stream` continue prompts: the one returns all new tokens, the other returns them as they come."""
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -177,4 +177,5 @@ def stream(
     Raises: ValueError, TypeError: as `generate`, at once.
     """
     size = as_int("chunk", chunk, 1)
-    return Stream(model, asked(model, tokens, max_new_tokens, details=details, **options), size)
+    given: dict[str, Any] = dict(generate.__kwdefaults__ or {}, **options, details=details)
+    return Stream(model, asked(model, tokens, max_new_tokens, **given), size)

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import os
 import re
-import sys
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_flag, check, check_instance
 from jgg.core.quantized import QuantizedArray
+from jgg.core.terminal import rich_console
 from jgg.hf.checkpoints import Checkpoint, read_config, read_params
 from jgg.hf.family import FREQUENCIES, Family
 from jgg.hf.files import DTYPES, Header, check_names, errors_with
@@ -157,13 +157,11 @@ def _name_of(folder: str | Path) -> str:
 @contextlib.contextmanager
 def _progress(num_layers: int, is_shown: bool) -> Iterator[Callable[[], None]]:
     """Shows a progress bar on stderr, if that is a terminal; yields the function to call after each layer."""
-    from rich.console import Console
     from rich.progress import MofNCompleteColumn, Progress
 
-    console = Console(stderr=True)
-    is_shown = is_shown and sys.stderr.isatty()  # rich takes FORCE_COLOR, which notebooks set, for a terminal
+    console = rich_console(stderr=True)
     columns = *Progress.get_default_columns()[:2], MofNCompleteColumn()
-    with Progress(*columns, console=console, disable=not is_shown, transient=True) as bar:
+    with Progress(*columns, console=console, disable=not (is_shown and console.is_terminal), transient=True) as bar:
         task = bar.add_task("Loading layers", total=num_layers)
         yield lambda: bar.advance(task)
 

@@ -101,7 +101,8 @@ def scaled(x: jax.Array, eps: float, dtype: DTypeLike, axes: tuple[tuple[int, ..
     """
     x = x.astype(jnp.float32)
     rows, columns = (math.prod(x.shape[axis] for axis in own) for own in axes)
-    # squares of numbers above 1e19 are infinite, and the norm itself can be
+    # squares of numbers above 1e19 are infinite, and the norm itself can be; both sums together read x once, while a
+    # division by x's largest number would read it twice
     sizes = [jnp.sqrt(jnp.sum(jnp.square(x * f), axis=sum(axes, ()), keepdims=True)) for f in (1.0, 2.0**-96)]
     is_large = jnp.isinf(sizes[0])
     norm = jnp.where(is_large, sizes[1], sizes[0] + eps)

@@ -14,7 +14,7 @@ from flax import nnx
 import jgg.models
 from _jgg_command import main
 from tests.support import processes
-from tests.support.frameworks import framework
+from tests.support.frameworks import framework, write_task
 from tests.support.models import folder_with_tokenizer, loaded, logits_of
 
 pytestmark = pytest.mark.xdist_group("cli")  # one worker compiles what they share
@@ -157,16 +157,12 @@ def printed_by_two(*arguments):
 
 # what the task asks for: behind the token that begins a text
 TEXTS = [[62, *(int(word[1:]) for word in ROWS[row]["text"].split())] for row in (0, 2)]
-TASK = """
-task: jgg_words
-dataset_path: json
-dataset_kwargs: {data_files: {test: %s}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{text}}"
-metric_list: [{metric: word_perplexity, aggregation: weighted_perplexity, higher_is_better: false}]
-"""
+TASK = {
+    "output_type": "loglikelihood_rolling",
+    "doc_to_text": "",
+    "doc_to_target": "{{text}}",
+    "metric_list": [{"metric": "word_perplexity", "aggregation": "weighted_perplexity", "higher_is_better": False}],
+}
 
 
 @pytest.mark.thorough  # lm-eval reads all of its tasks' files for one
@@ -181,7 +177,7 @@ class TestTasks:
         (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": "t62", "eos_token": "t61"}))
         (tmp_path / "texts.jsonl").write_text("\n".join(json.dumps(ROWS[row]) for row in (0, 2)))
         (tmp_path / "tasks").mkdir()
-        (tmp_path / "tasks" / "words.yaml").write_text(TASK % json.dumps(str(tmp_path / "texts.jsonl")))
+        write_task(tmp_path / "tasks", "jgg_words", tmp_path / "texts.jsonl", **TASK)
         return [folder, "--include-path", tmp_path / "tasks"]
 
     def test_a_task(self, options, capsys):

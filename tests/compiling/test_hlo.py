@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from benchmarks.memory import Memory, planned_memory
 from benchmarks.models import RUNS, options_of
 from tools import collectives, compiled_step
 from tools.collectives import Collective
@@ -43,6 +44,12 @@ def test_collectives_and_what_runs_beside_them():
         Collective("all-to-all", 2 * 8 * 2 / 2, ()),
     ]
     assert "all-gather: 0.0 MB, beside 1 x __cublas$lt$matmul" in collectives.report(COLLECTIVES)
+
+
+@pytest.mark.parametrize("donated, results", [((), 4000), ((0,), 0)])
+def test_memory_of_results_over_arguments_counts_once(donated, results):
+    program = jax.jit(lambda x: x + 1, donate_argnums=donated).lower(jnp.zeros(1000)).compile()
+    assert planned_memory(program) == Memory(arguments=4000, results=results, temporaries=0)
 
 
 def test_kernels_of_a_program_for_a_gpu():

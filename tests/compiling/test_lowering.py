@@ -13,17 +13,15 @@ from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.core.gpu_target import current_target
 from jgg.core.versions import WARP_SPECIALIZED, unlike
 from tests.programs.lower_kernels import (
-    DELTA_RULE_KERNELS,
-    FP8_KERNELS,
     HOPPER_KERNELS,
     KERNELS,
-    LAYER_KERNELS,
     MODES,
     chosen_configs,
     every_problem,
     problems_to_lower,
 )
 from tests.support import processes
+from tests.support.layer_kernels import DELTA_RULE_KERNELS, FP8_KERNELS, LAYER_KERNELS
 
 # test_defaults_fit.py compiles for these too, and in float32, what the defaults choose for random problems
 SWEPT = [pytest.param(89, marks=pytest.mark.sweep), pytest.param(100, marks=pytest.mark.sweep)]

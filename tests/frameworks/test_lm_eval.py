@@ -9,7 +9,7 @@ import pytest
 import jgg.models
 from jgg.models import generate
 from tests.support import processes
-from tests.support.frameworks import framework
+from tests.support.frameworks import framework, write_task
 from tests.support.models import folder_with_tokenizer, loaded, logits_of, with_mxfp4
 
 pytestmark = [
@@ -26,38 +26,28 @@ DOCUMENTS = [
     {"question": f"t{number} t{number + 3}", "choices": ["t5", "t7", "t20"], "answer": number % 3, "text": "t4 t8 t9"}
     for number in range(10, 16)
 ]
-CHOICE = """
-task: jgg_choice
-dataset_path: json
-dataset_kwargs: {data_files: {test: %s}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: "{{question}}"
-doc_to_choice: "{{choices}}"
-doc_to_target: answer
-metric_list: [{metric: acc}]
-"""
-ROLLING = """
-task: jgg_rolling
-dataset_path: json
-dataset_kwargs: {data_files: {test: %s}}
-test_split: test
-output_type: loglikelihood_rolling
-doc_to_text: ""
-doc_to_target: "{{question}} {{text}}"
-metric_list: [{metric: word_perplexity}]
-"""
-UNTIL = """
-task: jgg_until
-dataset_path: json
-dataset_kwargs: {data_files: {test: %s}}
-test_split: test
-output_type: generate_until
-doc_to_text: "{{question}}"
-doc_to_target: "{{new}}"
-generation_kwargs: {until: ["t63"], max_gen_toks: 4, do_sample: false}
-metric_list: [{metric: exact_match}]
-"""
+TASKS = {
+    "jgg_choice": {
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{question}}",
+        "doc_to_choice": "{{choices}}",
+        "doc_to_target": "answer",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "jgg_rolling": {
+        "output_type": "loglikelihood_rolling",
+        "doc_to_text": "",
+        "doc_to_target": "{{question}} {{text}}",
+        "metric_list": [{"metric": "word_perplexity"}],
+    },
+    "jgg_until": {
+        "output_type": "generate_until",
+        "doc_to_text": "{{question}}",
+        "doc_to_target": "{{new}}",
+        "generation_kwargs": {"until": ["t63"], "max_gen_toks": 4, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
 
 
 @pytest.fixture
@@ -182,8 +172,8 @@ def tasks(tmp_path):
     data.write_text("\n".join(map(json.dumps, rows)))
     made = tmp_path / "tasks"
     made.mkdir()
-    for name, text in (("choice", CHOICE), ("rolling", ROLLING), ("until", UNTIL)):
-        (made / f"{name}.yaml").write_text(text % json.dumps(str(data)))
+    for name, settings in TASKS.items():
+        write_task(made, name, data, **settings)
     return made
 
 
@@ -197,7 +187,7 @@ def test_tasks_and_the_cache_of_answers(folder, tasks, tmp_path, monkeypatch):
         return lm_eval.simple_evaluate(
             model="jgg",
             model_args={"pretrained": str(folder), "dtype": "float32"},
-            tasks=["jgg_choice", "jgg_rolling", "jgg_until"],
+            tasks=list(TASKS),
             task_manager=TaskManager(include_path=str(tasks), include_defaults=False),
             use_cache=str(tmp_path / "answers"),
             bootstrap_iters=0,

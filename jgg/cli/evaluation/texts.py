@@ -58,16 +58,21 @@ class Texts:
 
     def measured(self, model: Decoder) -> Measured:
         """The loss of a model."""
-        loss = held_out_loss(model, self._parts(), batch_sharding=self._split)
-        tokens, weight, num_bytes = (sum(counts) for counts in zip(*map(self._counts, self._parts()), strict=True))
+        counts: list[tuple[int, float, float]] = []
+        loss = held_out_loss(model, self._counted_parts(counts), batch_sharding=self._split)
+        tokens, weight, num_bytes = map(sum, zip(*counts, strict=True))
         bits = loss * weight / math.log(2) / num_bytes if num_bytes else None
         return Measured(loss, perplexity_of(loss), bits, int(tokens))
 
-    def _parts(self) -> Iterator[dict[str, np.ndarray]]:
-        """The batches [1, batch_size, length]; sequences behind the last one that is asked for have no weight."""
+    def _counted_parts(self, counts: list[tuple[int, float, float]]) -> Iterator[dict[str, np.ndarray]]:
+        """The batches [1, batch_size, length]; appends what `_counts` says of each.
+
+        Sequences behind the last one that is asked for have no weight.
+        """
         for first in range(0, self._sequences, self._size):
             batch = self._batches[first // self._size]
             batch["weights"][:, self._sequences - first :] = 0
+            counts.append(self._counts(batch))
             yield batch
 
     def _counts(self, batch: dict[str, np.ndarray]) -> tuple[int, float, float]:
