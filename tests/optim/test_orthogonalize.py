@@ -66,10 +66,11 @@ def test_it_is_the_polynomial_of_the_singular_values(name):
 
 
 @pytest.mark.gpu
+@pytest.mark.xdist_group("kernels of iterations")  # one worker compiles them once
 @pytest.mark.parametrize("name", ["standard", "dion", "polar_express"])
 def test_kernels_compute_it(name):
     """Of sizes that no tile divides, and of many tiles."""
-    check_polynomials(name, ((131, 257, BOTH), (300, 300, BOTH), (577, 264, (None,)), (768, 2048, (None,))))
+    check_polynomials(name, ((131, 257, BOTH), (300, 300, (None,)), (577, 264, (None,)), (768, 2048, (None,))))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
