@@ -10,7 +10,7 @@ from flax import nnx
 
 import jgg.hf
 import jgg.models
-from tests.support.digests import digest
+from tests.support import digests
 from tests.support.hf import assert_same_tensors
 from tests.support.marks import thorough_but
 from tests.support.models import DATA, MORE_FAMILIES, OWN_PARTS, loaded, logits_of, reference
@@ -58,7 +58,7 @@ def test_logits_loss_and_all_gradients_are_those_of_transformers(family, tmp_pat
         for name, array in jgg.hf.Checkpoint(tmp_path / "gradients").items()
         if not np.array_equal(array, own[name].astype(array.dtype))
     }
-    np.testing.assert_allclose(digest(named), expected["gradients"], rtol=0, atol=1e-4)
+    digests.assert_close(named, expected["gradients"])
 
 
 @pytest.mark.parametrize("family", [family for family in MORE_FAMILIES if family not in OWN_PARTS])

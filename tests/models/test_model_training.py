@@ -13,8 +13,8 @@ import jgg
 import jgg.hf
 import jgg.models
 from jgg.nnx import Frozen
+from tests.support import digests
 from tests.support.closeness import assert_close
-from tests.support.digests import digest
 from tests.support.marks import thorough_but
 from tests.support.models import FAMILIES, FEW_FAMILIES, config_of, loaded, logits_of, reference
 
@@ -44,7 +44,7 @@ def test_the_loss_and_all_gradients_are_those_of_transformers(family, tmp_path):
     nnx.update(model, gradients)
     jgg.models.save(model, tmp_path / "gradients")  # by the names of the folder's tensors
     named = {name: array for name, array in jgg.hf.Checkpoint(tmp_path / "gradients").items() if "e_score" not in name}
-    np.testing.assert_allclose(digest(named), expected["gradients"], rtol=0, atol=1e-4)
+    digests.assert_close(named, expected["gradients"])
 
 
 @pytest.mark.parametrize("family", FEW_FAMILIES)
