@@ -3,6 +3,7 @@
 import argparse
 import math
 import os
+import pathlib
 import tempfile
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -62,6 +63,11 @@ def prefix(text: str) -> str:
     except OSError as error:
         raise argparse.ArgumentTypeError(f"{text} is in {folder}, which takes no files: {error.strerror}") from None
     return text
+
+
+def new_file(text: str) -> pathlib.Path:
+    """Argument type: a file to write, in a folder that exists and takes files."""
+    return pathlib.Path(prefix(text))
 
 
 class Parser(argparse.ArgumentParser):

@@ -23,6 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from _jgg_command.arguments import new_file
 from jgg.configs import dense_choice
 from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.core.gpu_target import current_target
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(f"{k}x{n}" for k, n in SHAPES), help="KxN of weights")
     parser.add_argument("--configs", action="store_true", help="try more configurations of the kernels with few rows")
     parser.add_argument("--write", action="store_true", help="write the table by which jgg chooses")
-    parser.add_argument("--json", type=Path, help="write all times into this file")
+    parser.add_argument("--json", type=new_file, help="write all times into this file")
     args = parser.parse_args()
     shapes = tuple(tuple(map(int, shape.split("x"))) for shape in args.shapes.split(","))
     rows = tuple(map(int, args.rows.split(",")))

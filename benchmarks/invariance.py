@@ -17,7 +17,6 @@ import concurrent.futures
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -27,6 +26,7 @@ from flax import nnx
 
 import jgg
 import jgg.models
+from _jgg_command.arguments import new_file
 from benchmarks.model_configs import config_of
 from benchmarks.models import EXPERTS, random_model
 from jgg.cli import run as run_command
@@ -175,7 +175,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--experts", nargs="*", choices=EXPERTS, default=EXPERTS, help="of the models of the second table"
     )
-    parser.add_argument("--json", type=Path, help="write the tables into this file too")
+    parser.add_argument("--json", type=new_file, help="write the tables into this file too")
     parser.set_defaults(parser=parser)
     return parser
 

@@ -18,7 +18,6 @@ import functools
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,6 +28,7 @@ from flax import nnx
 import jgg
 import jgg.models
 import jgg.train
+from _jgg_command.arguments import new_file
 from benchmarks.model_configs import CONFIGS, config_of
 from benchmarks.model_roofline import (
     least_decode_seconds,
@@ -263,7 +263,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="numbers of sequences in generation (default: 1,32)",
     )
     parser.add_argument("--batch-invariant", action="store_true", help="as in Decoder")
-    parser.add_argument("--json", type=Path, help="write the table into this file too")
+    parser.add_argument("--json", type=new_file, help="write the table into this file too")
     parser.set_defaults(parser=parser)
     return parser
 

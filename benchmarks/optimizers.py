@@ -18,7 +18,6 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -29,15 +28,18 @@ import optax.contrib
 from flax import nnx
 
 import jgg.optim
+from _jgg_command.arguments import new_file, positive_int
 from benchmarks.model_configs import config_of
 from benchmarks.models import make_step, random_model
 from benchmarks.peers import to_jax, to_torch, why_not
+from jgg.cli import options
 from jgg.cli import run as run_command
 from jgg.cli.console import number, print_table
-from jgg.cli.demo import Settings
+from jgg.cli.demo import HEAD_DIM, Settings
 from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import make_model
 from jgg.cli.demo.train import held_out_bits, make_trainer
+from jgg.cli.options import UsageError
 from jgg.measuring.timing import first_line, median_seconds
 from jgg.optim.coefficients import coefficients_of
 
@@ -235,9 +237,7 @@ def make_parser() -> argparse.ArgumentParser:
         "python -m benchmarks.optimizers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--run", choices=RUNS, default=RUNS[0], help="what is measured (default: %(default)s)")
-    parser.add_argument(
-        "--peers", type=lambda text: tuple(text.split(",")), default=(), help=f"some of {','.join(PEERS)}"
-    )
+    parser.add_argument("--peers", help=f"some of {','.join(PEERS)}")
     for name, default, what in (
         ("layers", 8, "layers of --run step"),
         ("batch", 16, "sequences of --run step"),
@@ -250,14 +250,17 @@ def make_parser() -> argparse.ArgumentParser:
         ("demo-batch", 8, "windows of a step of the demo"),
         ("demo-sequence", 128, "bytes of a window of the demo"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (default: {default})")
-    parser.add_argument("--json", type=Path, help="write the table into this file too")
+        parser.add_argument(f"--{name}", type=positive_int, default=default, help=f"{what} (default: {default})")
+    parser.add_argument("--json", type=new_file, help="write the table into this file too")
     parser.set_defaults(parser=parser)
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Measures and prints a table."""
+    args.peers = options.names("--peers", args.peers, PEERS) if args.peers else ()
+    if args.hidden % HEAD_DIM:
+        raise UsageError(f"--hidden must be a multiple of {HEAD_DIM}, got {args.hidden}")
     measure, headings = _RUNS[args.run]
     rows = measure(args)
     print_table(headings, rows, headings[: 1 if args.run == "step" else 2])

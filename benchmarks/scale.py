@@ -74,7 +74,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    one = {"help": "a layer that jgg knows, by its name (default: the first; without a GPU, a smaller one)"}
+    default = "the first; a smaller one without a GPU and without --tokens"
+    one = {"help": f"a layer that jgg knows, by its name (default: {default})"}
     add_shared(parser, "shapes", "json", layer=one, out={"default": "jgg-scale"})
     what = "dtype of the computation; fp8 is bfloat16 with jgg.Fp8 (default: bfloat16 on a GPU, else float32)"
     dtype = {"choices": tuple(MAX_ERROR), "help": what}

@@ -17,12 +17,12 @@ import functools
 import importlib
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from _jgg_command.arguments import new_file
 from benchmarks.peers import TorchProduct, to_torch, why_not
 from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.linear import symmetric
@@ -161,7 +161,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--shapes", default=",".join("x".join(map(str, shape)) for shape in SHAPES), help="GxNxK")
     parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float16", "float32"))
     parser.add_argument("--configs", action="store_true", help="try more tiles of the kernel of every GPU")
-    parser.add_argument("--json", type=Path, help="write all measurements into this file")
+    parser.add_argument("--json", type=new_file, help="write all measurements into this file")
     args = parser.parse_args(arguments)
     results = []
     for shape in args.shapes.split(","):

@@ -30,8 +30,8 @@ class Shares:
     idle: float
 
 
-def shares_of(folder: Path) -> Shares:
-    """The shares in the newest trace in a folder that `jax.profiler.trace` wrote; zeros if it has no GPU."""
+def shares_of(folder: Path) -> Shares | None:
+    """The shares in the newest trace in a folder that `jax.profiler.trace` wrote; None if it has no GPU."""
     traces = sorted(folder.rglob("*.xplane.pb"), key=lambda path: path.stat().st_mtime)
     planes = jax.profiler.ProfileData.from_file(str(traces[-1])).planes
     devices = [
@@ -45,7 +45,7 @@ def shares_of(folder: Path) -> Shares:
         if lines
     ]
     if not found:
-        return Shares(0.0, 0.0, 0.0, 0.0)
+        return None
     return Shares(*(float(each) / 1e6 for each in np.mean(found, axis=0)))
 
 

@@ -24,7 +24,7 @@ import numpy as np
 from flax import nnx
 
 import jgg.models
-from _jgg_command.arguments import positive_int
+from _jgg_command.arguments import new_file, positive_int
 from benchmarks.memory import planned_memory
 from benchmarks.model_configs import config_of
 from benchmarks.traces import Shares, shares_of
@@ -54,7 +54,7 @@ class Measured:
         XLA cannot say.
       load: rows of the experts on the fullest device over the mean of the devices, in the layer where it is largest.
       overflow: rows of a step that found no room in the buffers.
-      shares: of a traced step; None without a trace.
+      shares: of a traced step; None without a trace of GPUs.
     """
 
     compile_seconds: float
@@ -146,7 +146,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_model_options(parser)
     parser.add_argument("--steps", type=positive_int, default=5, help="timed steps (%(default)s)")
     parser.add_argument("--trace", type=Path, metavar="DIR", help="trace one more step by the profiler, into DIR")
-    parser.add_argument("--json", type=Path, help="write what was measured into this file too")
+    parser.add_argument("--json", type=new_file, help="write what was measured into this file too")
     parser.set_defaults(parser=parser)
     return parser
 

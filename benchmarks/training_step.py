@@ -81,10 +81,15 @@ def sharding_of(args, devices: Any) -> MoESharding | None:
 
 
 def check_experts(args, config: jgg.models.ModelConfig) -> None:
-    """Raises UsageError where the devices of the options cannot split a model's experts."""
+    """Raises UsageError where the devices of the options cannot split a model's experts or their features."""
     experts, devices = config.moe.num_experts, args.expert * args.fsdp
     if experts % devices:
         raise UsageError(f"--expert and --fsdp must split {experts} experts, got {args.expert} and {args.fsdp}")
+    hidden = config.moe.hidden_features
+    if hidden % args.tensor:
+        raise UsageError(f"--tensor must split {hidden} features of experts, got {args.tensor}")
+    if args.tensor > 1 and not config.moe.interleaved:
+        raise UsageError(f"--tensor must be 1 where a model has gates before ups, as {args.model}, got {args.tensor}")
 
 
 def balanced_choices(config: jgg.models.ModelConfig, shape: tuple[int, int]) -> jax.Array:

@@ -32,9 +32,11 @@ from flax import nnx
 
 import jgg
 import jgg.models
+from _jgg_command.arguments import new_file, positive_int
 from benchmarks.model_configs import config_of
 from benchmarks.models import EXPERTS, RUNS, make_step, options_of, random_model
-from benchmarks.training_step import AXES, add_model_options, placed, sharding_of, tokens_of, training_of
+from benchmarks.training_step import AXES, add_model_options, check_experts, placed, sharding_of, tokens_of, training_of
+from jgg.cli import run as run_command
 from tools import collectives
 from tools.hlo import report
 
@@ -77,6 +79,7 @@ def as_on_gpu():
 def program(args, devices):
     """A jitted step or generation, and its arguments without values."""
     config, sharding = config_of(args.model, args.layers, is_small=False), sharding_of(args, devices)
+    check_experts(args, config)
     if args.run == "train":
         return training_of(args, config, devices)
     options = options_of(args, args.run) | {"remat": args.remat, "unroll": args.unroll, "sharding": sharding}
@@ -128,7 +131,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("new-tokens", 64, "tokens generated after a prompt"),
         ("top", 6, "how many kernels of each kind are printed"),
     ):
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{what} (%(default)s)")
+        parser.add_argument(f"--{name}", type=positive_int, default=default, help=f"{what} (%(default)s)")
     parser.add_argument(
         "--option",
         type=option,
@@ -137,13 +140,13 @@ def make_parser() -> argparse.ArgumentParser:
         metavar="NAME=VALUE",
         help="an option of XLA; cuBLAS computes XLA's products unless xla_gpu_enable_triton_gemm=true",
     )
-    parser.add_argument("--hlo", type=Path, metavar="FILE", help="write the optimized program")
+    parser.add_argument("--hlo", type=new_file, metavar="FILE", help="write the optimized program")
+    parser.set_defaults(parser=parser)
     return parser
 
 
-def main():
-    args = make_parser().parse_args()
-    jax.config.update("jax_platforms", "cpu")
+def run(args) -> int:
+    """Compiles and prints a report."""
     begin = time.perf_counter()
     result = compiled(args)
     print(f"compiled in {time.perf_counter() - begin:.0f} s")
@@ -152,7 +155,14 @@ def main():
     print(report(result, args.top))
     if any(getattr(args, axis) > 1 for axis in AXES):
         print(collectives.report(result.as_text()))
+    return 0
+
+
+def main(argv=None) -> int:
+    """Runs the command and returns the exit code."""
+    jax.config.update("jax_platforms", "cpu")
+    return run_command(make_parser().parse_args(argv), run)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -27,6 +27,21 @@ def test_iterations(tmp_path, capsys):
     assert all(float(row["error"]) < 0.3 for row in rows)
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--peers", "optax,nope"], "--peers must be of optax, quack; got 'nope'"),
+        (["--run", "loss", "--hidden", "32"], "--hidden must be a multiple of 64, got 32"),
+        (["--run", "loss", "--steps", "0"], "--steps: must be 1 or more, got 0"),
+        (["--run", "step", "--layers", "0"], "--layers: must be 1 or more, got 0"),
+    ],
+)
+def test_what_is_wrong_is_named(given, message, capsys):
+    with pytest.raises(SystemExit):
+        optimizers.main(given)
+    assert message in capsys.readouterr().err
+
+
 def test_steps(tmp_path):
     rows = rows_of(tmp_path, "--run", "step", "--layers", "2", "--batch", "2", "--repeats", "1")
     assert [row["optimizer"] for row in rows] == ["SGD", "AdamW", "Muon", "Muon by XLA"]

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from benchmarks import links, traces, training_step
+from benchmarks import links, traces, training, training_step
 from benchmarks.model_configs import config_of
 from benchmarks.strategies import Strategy
 from jgg.cli.options import UsageError
@@ -49,6 +49,27 @@ def test_what_devices_cannot_split_is_refused():
         training_step.sharding_of(options("--expert", "4"), jax.devices()[:1])
 
 
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        (["--expert", "3"], "--expert and --fsdp must split 8 experts, got 3 and 1"),
+        (["--tensor", "2"], "--tensor must be 1 where a model has gates before ups, as qwen3-30b-a3b, got 2"),
+        (["--model", "gpt-oss-20b", "--tensor", "5"], "--tensor must split 32 features of experts, got 5"),
+    ],
+)
+def test_what_a_model_cannot_be_split_by_is_refused(given, message):
+    args = options(*given, "--layers", "2")
+    with pytest.raises(UsageError) as error:
+        training_step.training_of(args, config_of(args.model, 2, is_small=True), jax.devices() * 8)
+    assert str(error.value) == message
+
+
+def test_a_folder_that_is_missing_is_refused_before_steps(capsys):
+    with pytest.raises(SystemExit):
+        training.make_parser().parse_args(["--json", "missing/found.json"])
+    assert "argument --json: missing/found.json is in missing, which is no folder" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("strategy", SENT, ids=str)
 def test_bytes_that_a_layer_sends(strategy):
     assert links.predict_layer(TINY, strategy, 1.0).sent == SENT[strategy]
@@ -86,6 +107,12 @@ def test_bytes_and_flops_of_a_step():
 def test_times_of_a_trace():
     events = [("multiply", 0, 10), ("ncclDevKernel_AllGather_RING_LL", 5, 20), ("add", 18, 22), ("multiply", 30, 34)]
     assert traces.times_of(events) == (34, 15, 22 + 4 - (10 + 4 + 4), 8)
+
+
+def test_a_trace_without_a_gpu_has_no_times(tmp_path):
+    with jax.profiler.trace(str(tmp_path)):
+        jax.block_until_ready(jax.numpy.ones(3) + 1)
+    assert traces.shares_of(tmp_path) is None
 
 
 def test_steps_on_eight_devices(tmp_path):

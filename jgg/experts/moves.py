@@ -1,6 +1,7 @@
 """Moves rows between devices, each of which has some of the experts, inside `jax.shard_map`, by a plan of runs."""
 
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -172,18 +173,42 @@ def move(way: Way, rows: jax.Array, there: Moves, back: Moves) -> jax.Array:
     """
     out = BUFFER(way.how, Buffer(there.recv_sizes), shape=(way.num_rows_there, rows.shape[1]), dtype=rows.dtype)
     axes = varying_axes(rows, *there)
-    arrays = [vary_over(axes, array) for array in (rows, out, *there)]
-    return jax.lax.platform_dependent(
-        *arrays,
-        cpu=functools.partial(_ragged_all_to_all_by_gather, axis_name=way.axis),
-        default=functools.partial(jax.lax.ragged_all_to_all, axis_name=way.axis),
-    )
+    return _ragged_all_to_all(way.axis, *[vary_over(axes, array) for array in (rows, out, *there)])
 
 
 move.defvjp(
     lambda way, rows, there, back: (move(way, rows, there, back), (there, back)),
     lambda way, moves, dy: (move(way.back, dy, moves[1], moves[0]), None, None),
 )
+
+
+def _ragged_all_to_all(axis_name: str, *arrays: jax.Array) -> jax.Array:
+    """Computes `jax.lax.ragged_all_to_all`, whose own rule for `vmap` fails where elements share an array of runs."""
+
+    @jax.custom_batching.custom_vmap
+    def moved(*arrays: jax.Array) -> jax.Array:
+        return jax.lax.platform_dependent(
+            *arrays,
+            cpu=functools.partial(_ragged_all_to_all_by_gather, axis_name=axis_name),
+            default=functools.partial(jax.lax.ragged_all_to_all, axis_name=axis_name),
+        )
+
+    @moved.def_vmap
+    def moved_together(size: int, are_batched: Sequence[bool], *arrays: jax.Array) -> tuple[jax.Array, bool]:
+        """The rows of all elements as rows of one array, with as many runs to each device."""
+        rows, out, *moves = (
+            array if is_batched else jnp.broadcast_to(array, (size, *array.shape))
+            for array, is_batched in zip(arrays, are_batched, strict=True)
+        )
+        there, element = Moves(*moves), jnp.arange(size, dtype=jnp.int32)[:, None]
+        there = there._replace(
+            input_offsets=there.input_offsets + element * rows.shape[1],
+            output_offsets=there.output_offsets + element * out.shape[1],
+        )
+        merged = [array.reshape(-1, array.shape[2]) for array in (rows, out)]
+        return moved(*merged, *(array.T.reshape(-1) for array in there)).reshape(out.shape), True
+
+    return moved(*arrays)
 
 
 def _ragged_all_to_all_by_gather(

@@ -78,6 +78,14 @@ def test_loops_in_loops_of_a_compiled_program():
 
 
 @pytest.mark.parametrize("run", RUNS)
+def test_the_tool_that_compiles_steps_names_options_that_do_not_fit(run, monkeypatch, capsys):
+    monkeypatch.setattr(compiled_step, "topology", lambda folder, count: jax.devices() * count)
+    with pytest.raises(SystemExit):
+        compiled_step.main(["--run", run, "--layers", "2", "--expert", "3"])
+    assert "error: --expert and --fsdp must split 128 experts, got 3 and 1" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("run", RUNS)
 def test_the_tool_that_compiles_steps_has_the_options_of_models(run):
     args = compiled_step.make_parser().parse_args(["--run", run, "--batch-invariant"])
     assert options_of(args, args.run)["batch_invariant"]

@@ -16,7 +16,7 @@ from jgg.sharding import MoESharding, sharded_moe_mlp
 from tests.support.closeness import assert_close
 from tests.support.marks import EVERYWHERE
 from tests.support.passes import forward_and_backward
-from tests.support.sharded_cases import CASES, SEVERAL_GPUS, assert_case_is_right, need_gpus
+from tests.support.sharded_cases import CASES, SEVERAL_GPUS, assert_case_is_right, make, need_gpus
 
 
 def test_runs_are_of_one_expert_and_even():
@@ -98,6 +98,30 @@ def test_tokens_of_several_choices_need_indices():
     message = r"routing.gather_indices must be given unless k is 1 .* got None for topk_weights \[3, 2\]"
     with pytest.raises(ValueError, match=message):
         jgg.moe_mlp(jnp.ones((3, 8)), jnp.ones((4, 8, 8)), jnp.ones((4, 8, 4)), routing)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (0, 0)], ids=["same choices", "own choices"])
+@pytest.mark.parametrize("factor", [None, pytest.param(0.6, marks=pytest.mark.thorough)])
+def test_a_batch_of_exchanges_is_a_loop_of_them(factor, axes):
+    """Elements send the same runs of rows, or each its own: once to each device, or once for each choice."""
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = MoESharding(mesh, expert="a", exchange="ragged_all_to_all", buffer_factor=factor)
+    floats, chosen, dy = make("uneven")
+    x = jnp.stack([floats["x"], 2 * floats["x"]])
+    own = chosen if axes[1] is None else np.stack([chosen, (chosen + 3) % 8])
+
+    def gradient(x, chosen):
+        def loss(x):
+            options = {"sharding": sharding, "w_layout": "ekn", "precision": "highest"}
+            y, overflow = sharded_moe_mlp(**(floats | {"x": x}), topk_indices=chosen, **options)
+            return jnp.sum(y * dy), (y, overflow)
+
+        return jax.grad(loss, has_aux=True)(x)
+
+    got, one = jax.jit(jax.vmap(gradient, axes))(x, own), jax.jit(gradient)
+    for number in range(2):
+        want = one(x[number], own if axes[1] is None else own[number])
+        assert_close(jax.tree.map(lambda array: array[number], got), want)  # noqa: B023
 
 
 RAGGED = [name for name, (_, options, _) in CASES.items() if options.get("exchange") == "ragged_all_to_all"]

@@ -30,7 +30,7 @@ from jgg.models.placement import spec_of
 from jgg.sharding import MoESharding
 from tests.models.test_model_training import loss_and_gradients, loss_of
 from tests.support.closeness import assert_close, distance
-from tests.support.models import DATA, config_of, loaded, logits_of
+from tests.support.models import DATA, config_of, loaded, logits_of, with_mxfp4
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (8, 7))
 # name: (family, which axes of a mesh a, b, c of 2 devices each split what, options of the model)
@@ -225,6 +225,39 @@ def check_quantized():
         assert distance(own, expected) < 0.1  # gradients are sent in e5m2
 
 
+def check_trained_adapters():
+    """Adapters beside experts in MXFP4, trained on eight devices and on one, and what two devices compute by them."""
+
+    def loss(model, batch):
+        return model.loss(batch[:, :-1], batch[:, 1:]), {}
+
+    def trained(folder, sharding):
+        model = jgg.models.load(folder, sharding=sharding, lora_rank=4, remat="names", **options)
+        rng = np.random.default_rng(0)
+        adapters = jax.tree.map(lambda a: rng.normal(0, 0.1, a.shape).astype(a.dtype), nnx.state(model, nnx.LoRAParam))
+        places = jax.tree.map(lambda a: a.sharding, nnx.state(model, nnx.LoRAParam))
+        nnx.update(model, jax.device_put(adapters, places))
+        split = None if sharding is None else sharding.named(sharding.token_spec)
+        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.sgd(0.5))
+        trainer = jgg.train.Trainer(model, optimizer, loss, wrt=nnx.LoRAParam, batch_sharding=split)
+        with jax.numpy_dtype_promotion("standard"):  # of optax
+            list(trainer.fit(lambda step: np.roll(TOKENS, step, axis=1), 2))
+        return trainer.model
+
+    options = {"dtype": jnp.float32, "experts": "as stored"}
+    with tempfile.TemporaryDirectory() as folder:
+        base, adapter = with_mxfp4(Path(folder) / "base"), Path(folder) / "adapter"
+        sharding = MoESharding(mesh(), **ALL, exchange="ragged_all_to_all")
+        whole, model = trained(base, None), trained(base, sharding)
+        assert_in_place(nnx.state(model), sharding)
+        assert_close(*(nnx.state(each, nnx.LoRAParam) for each in (model, whole)), 1e-4, "trained adapters")
+        jgg.models.save_adapter(model, adapter)
+        two = jax.sharding.Mesh(jax.devices()[-2:], ("a",), axis_types=(jax.sharding.AxisType.Auto,))
+        elsewhere = jgg.models.load(base, sharding=MoESharding(two, expert="a"), **options)
+        jgg.models.load_adapter(elsewhere, adapter)
+        assert_close(logits_of(elsewhere, TOKENS), logits_of(whole, TOKENS), 1e-4, "logits of trained adapters")
+
+
 def check_generation():
     """Two samples of each of three prompts on four devices that could split sequences."""
     whole, model = loaded("qwen3_moe"), loaded("qwen3_moe", sharding=MoESharding(mesh(), **ALL))
@@ -334,6 +367,7 @@ CHECKS |= {
         check_folders,
         check_adapters,
         check_quantized,
+        check_trained_adapters,
         check_generation,
         check_mask_and_choices,
         check_without_adapters,

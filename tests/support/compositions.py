@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgg
+from jgg.sharding import interleave, sharded_moe_mlp
 from tests.support.closeness import distance
 
 FEATURES, TOKENS, TOPK, RANK = 16, 12, 2, 3
 STATES = ("trained", "frozen", "stopped")
+WEIGHTS = ("w_gate_up", "w_down", "b_gate_up", "b_down", "low_rank_gate_up", "low_rank_down")  # of sharded_moe_mlp
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,10 +137,12 @@ def arrays(program: Program, seed: int):
     return jax.tree.map(jnp.asarray, (x, [params for params, _ in layers], [chosen for _, chosen in layers]))
 
 
-def results_and_gradients(program: Program, implementation: str | None, seed: int, place=lambda name, array: array):
-    """The last features, and the gradients of what is trained or stopped; with "plain" by plain JAX, without jgg.
+def results_and_gradients(program: Program, run_layer, seed: int, place=lambda name, array: array):
+    """The last features, and the gradients of what is trained or stopped.
 
-    `place` (name of a parameter, array) -> the array, split over devices as it says.
+    Args:
+      run_layer: (layer, x, parameters, choices) -> what the layer adds to x; such as `plain_layer`.
+      place: (name of a parameter, array) -> the array, split over devices as it says.
     """
     x, params, chosen = arrays(program, seed)
     some, others = {}, {}
@@ -146,7 +150,7 @@ def results_and_gradients(program: Program, implementation: str | None, seed: in
         for name, state in states:
             (others if state == "frozen" else some)[f"{number}.{name}"] = params[number][name]
     (some if program.x else others)["x"] = x
-    both = jax.value_and_grad(functools.partial(_loss, program, implementation, chosen, place), has_aux=True)
+    both = jax.value_and_grad(functools.partial(_loss, program, run_layer, chosen, place), has_aux=True)
     (_, y), gradients = (jax.jit(both) if program.jitted else both)(some, others)
     return y, gradients
 
@@ -164,7 +168,7 @@ def check(program: Program, got, want, what: str) -> None:
             assert not np.any(gradients[name]), f"{name} of {what}"
 
 
-def _loss(program, implementation, chosen, place, some, others):
+def _loss(program, run_layer, chosen, place, some, others):
     everything = {name: place(name.split(".")[-1], array) for name, array in (some | others).items()}
 
     def params_of(number):
@@ -172,7 +176,7 @@ def _loss(program, implementation, chosen, place, some, others):
         return {name: jax.lax.stop_gradient(a) if state == "stopped" else a for name, (state, a) in own.items()}
 
     def body(layer, x, params, chosen):
-        run = functools.partial(_plain_layer if implementation == "plain" else _layer, layer, implementation)
+        run = functools.partial(run_layer, layer)
         policy = jax.checkpoint_policies.save_only_these_names("jgg_x", "jgg_pre_activation")
         if program.remat:
             run = jax.checkpoint(run, policy=policy if program.remat == "names" else None)
@@ -190,7 +194,8 @@ def _loss(program, implementation, chosen, place, some, others):
     return jnp.sum(y * jnp.cos(jnp.arange(y.size, dtype=jnp.float32)).reshape(y.shape)), y
 
 
-def _layer(layer, implementation, x, params, chosen):
+def own_layer(layer, x, params, chosen, implementation=None):
+    """The layer by jgg's functions for one device."""
     routing = jgg.route(params["logits"], TOPK, topk_indices=chosen, implementation=implementation)
     terms = {"gate_up": None, "down": None}
     if layer.low_rank:
@@ -231,8 +236,30 @@ def _layer(layer, implementation, x, params, chosen):
     return jnp.sum(rows.reshape(TOKENS, TOPK, FEATURES), axis=1)
 
 
-def _plain_layer(layer, _, x, params, chosen):
-    """Every expert computes every token; float32, also where jgg multiplies in FP8."""
+def sharded_layer(layer, x, params, chosen, sharding):
+    """The layer on a mesh; gates and ups alternate, so that an axis may split them."""
+    routing = jgg.route(params["logits"], TOPK, topk_indices=chosen)
+    columns = "w_gate_up", "b_gate_up", "b_of_gate_up"
+    own = {name: interleave(array) if name in columns else array for name, array in params.items()}
+    if layer.low_rank:
+        for name in ("gate_up", "down"):
+            own[f"low_rank_{name}"] = jgg.LowRank(own[f"a_{name}"], own[f"b_of_{name}"], 0.5)
+    y, _ = sharded_moe_mlp(
+        x,
+        topk_weights=routing.topk_weights,
+        topk_indices=routing.topk_indices,
+        **{name: array for name, array in own.items() if name in WEIGHTS},
+        sharding=sharding,
+        interleaved=True,
+        w_layout="ekn",
+        precision="highest",
+        quantization=jgg.Fp8() if layer.is_quantized else None,
+    )
+    return y
+
+
+def plain_layer(layer, x, params, chosen):
+    """The layer by plain JAX: every expert computes every token, in float32, also where jgg multiplies in FP8."""
     is_chosen = chosen[:, :, None] == jnp.arange(layer.experts, dtype=jnp.int32)[None, None]  # [T, k, E]
     chosen_logits = jnp.sum(jnp.where(is_chosen, params["logits"][:, None], 0), axis=2)
     weights = jnp.sum(jnp.where(is_chosen, jax.nn.softmax(chosen_logits)[:, :, None], 0), axis=1)  # [T, E]

@@ -1,5 +1,7 @@
 """Layers that are right alone are right together: any parameters frozen, in any layer, in any order of programs."""
 
+import functools
+
 import pytest
 
 from tests.support import compositions, processes
@@ -20,17 +22,20 @@ def chains():
 @pytest.mark.parametrize(("implementation", "seed"), [*chains()])
 def test_programs_after_each_other(implementation, seed):
     for number, program in enumerate(compositions.chain(seed)):
-        got, want = (compositions.results_and_gradients(program, each, seed) for each in (implementation, "plain"))
+        layers = functools.partial(compositions.own_layer, implementation=implementation), compositions.plain_layer
+        got, want = (compositions.results_and_gradients(program, layer, seed) for layer in layers)
         compositions.check(program, got, want, f"program {number}: {program}")
 
 
 @pytest.mark.parametrize(
-    "seeds",
+    ("way", "seeds"),
     [
-        pytest.param((3,), marks=pytest.mark.thorough, id="few"),
-        pytest.param(range(10, 40), marks=pytest.mark.sweep, id="many"),
+        pytest.param("jit", (3,), marks=pytest.mark.thorough, id="few"),
+        pytest.param("jit", range(10, 40), marks=pytest.mark.sweep, id="many"),
+        pytest.param("sharding", (23,), marks=pytest.mark.thorough, id="few with sharding"),
+        pytest.param("sharding", range(10, 40), marks=pytest.mark.sweep, id="many with sharding"),
     ],
 )
-def test_programs_on_eight_devices(seeds):
-    """Under plain jit, with weights, logits and tokens split or padded in ways that differ from program to program."""
-    assert "all right" in processes.run_program("run_compositions", *seeds, timeout=1800)
+def test_programs_on_eight_devices(way, seeds):
+    """Split in ways that differ from program to program: by plain jit, also padded, or each layer by a MoESharding."""
+    assert "all right" in processes.run_program("run_compositions", way, *seeds, timeout=1800)
