@@ -90,7 +90,8 @@ def muon(
       consistent_rms: the root mean square of the update of a matrix of full rank; 0.2 is about AdamW's. By default
         updates are multiplied by `sqrt(max(1, columns / rows))`.
       shardings: how devices split the parameters, such as `jax.tree.map(lambda p: p.sharding, params)`. None for one
-        device; on several, XLA then decides what they exchange.
+        device, and for a mesh of Explicit axes, where the types of arrays say it; of Auto axes XLA then decides what
+        devices exchange.
 
     Returns:
       An optimizer of optax; updates have the dtypes of the gradients.

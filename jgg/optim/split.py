@@ -22,11 +22,14 @@ def map_stacks(iterate: Iterate, x: jax.Array, axes: Axes, sharding: Any = None)
       sharding: the NamedSharding of x, whose axes of a mesh may split anything. Where one splits matrices, devices
         exchange parts of a stack, so that each has some of its matrices whole, and back; where one splits stacks or a
         stack, nothing moves. Along axes of the mesh that do not split x, devices share out the matrices of a stack, if
-        they divide them, and gather the results; else they all do the same. None for one device, or for what XLA makes
-        of it.
+        they divide them, and gather the results; else they all do the same. None for one device, for what the type of
+        x says of Explicit axes, or for what XLA makes of Auto axes.
     """
     if x.size == 0:
         return x
+    own = jax.typeof(x).sharding
+    if sharding is None and any(own.spec) and set(own.mesh.axis_types) == {jax.sharding.AxisType.Explicit}:
+        sharding = own
     if not isinstance(sharding, jax.NamedSharding) or sharding.mesh.size == 1:
         return _on_device(iterate, x, axes, {})
     names = _names(sharding.spec, x.ndim)

@@ -21,7 +21,9 @@ class MastersState(NamedTuple):
     inner: Any
 
 
-def float32_masters(optimizer: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+def float32_masters(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+) -> optax.GradientTransformationExtraArgs:
     """Lets an optimizer train float32 masters of bfloat16 and float16 parameters, which are then their rounded copies.
 
     A bfloat16 number has 8 significant bits: an update of less than 1/512 of a parameter would be lost, and with usual
@@ -49,6 +51,8 @@ def float32_masters(optimizer: optax.GradientTransformation) -> optax.GradientTr
       If that is less than 2**-15 of the parameter's value before (for float16: 2**-12), it is off by up to 2**-24 of
       that one until the next step.
     """
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
     check_instance("optimizer", optimizer, optax.GradientTransformation, "an optimizer of optax")
     inner = optax.with_extra_args_support(optimizer)
 

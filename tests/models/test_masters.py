@@ -112,10 +112,13 @@ def test_leaves_without_masters_and_extra_arguments():
     assert isinstance(state.masters["count"], optax.MaskedNode)
 
 
-def test_partition_and_multi_steps():
+@pytest.mark.parametrize(
+    "convert", [lambda steps: steps, optax.MultiSteps.gradient_transformation], ids=["", "converted"]
+)
+def test_partition_and_multi_steps(convert):
     """Only "w" has masters, and they move at every second step."""
     params = params_of("bfloat16")
-    own = float32_masters(optax.MultiSteps(optax.sgd(0.1), 2).gradient_transformation())
+    own = float32_masters(convert(optax.MultiSteps(optax.sgd(0.1), 2)))
     optimizer = optax.partition({"w": own, "offset": optax.set_to_zero()}, {"w": "w", "offset": "offset"})
     once, _ = trained(optimizer, params, steps=1)
     jax.tree.map(np.testing.assert_array_equal, once, params)
