@@ -20,6 +20,7 @@ Tokens = tuple[list[int], list[bool]]  # the tokens of a text, and which of them
 _NO_TEMPLATE = "a conversation needs chat_template.jinja in the model's folder, or one in tokenizer_config.json"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which transformers knows such templates
 _ONE_AT_A_TIME = threading.Lock()  # transformers 5.0 keeps what a template marks in one place for all threads
+_SAID = "content", "tool_calls", "reasoning_content", "thinking"  # the keys for what a message says
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
@@ -42,9 +43,13 @@ def encode_conversation(
       The texts, each with its tokens and, for each of these, whether it is learned.
 
     Raises:
-      ValueError: no message of the assistant follows another message, the folder has no chat template, the template
-        fails, or it changes the messages before a turn of the assistant once that turn is added.
+      ValueError: a message says nothing, no message of the assistant follows another message, the folder has no chat
+        template, the template fails, or it changes the messages before a turn of the assistant once that turn is added.
     """
+    for number, message in enumerate(messages, 1):
+        if not any(key in message for key in _SAID):
+            got = ", ".join(map(str, message))
+            raise ValueError(f'messages must have "content" or "tool_calls", got one with {got} as message {number}')
     turns = [n for n, message in enumerate(messages) if n and message["role"] == "assistant"]
     if not turns:
         raise ValueError("messages must have one before the assistant's, got it alone")

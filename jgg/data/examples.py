@@ -63,7 +63,7 @@ def examples_of(
                 for tokens in encode_conversation(tokenizer, messages, _tools_of(row), date)
             ]
         case _:
-            keys = '"prompt" and "completion", "text", or "messages" with an assistant\'s'
+            keys = '"prompt" and "completion", or "text", or "messages" with roles, one of them "assistant"'
             raise ValueError(f"a row must have {keys}, got {json.dumps(row, default=str)[:80]}")
     return [Example(np.array(ids, np.int32), np.array(learned, bool), weight) for ids, learned in found]
 

@@ -112,6 +112,9 @@ WRONG_TOGETHER = {
         *("--batch-size", "1000", "--accumulate", "1024"),
     ],
     "--mix must have a share for each of 1 files, got 2": ["--mix", "1", "2"],
+    "--mix needs each file of --data once, got data.jsonl, data.jsonl": [
+        *("--data", "data.jsonl", "data.jsonl", "--mix", "1", "2"),
+    ],
     "--process needs --coordinator HOST:PORT, got none": ["--process", "0"],
     "--coordinator HOST:PORT needs --processes and --process": ["--coordinator", "localhost:1", "--process", "0"],
     "--process must be less than --processes 2, got 2": [
@@ -142,6 +145,25 @@ def test_a_whole_model_goes_into_a_new_folder(error, folder):
         command, *options = arguments
         message = "--output must be new or an empty folder, got out"
         assert message in error(command, "model", *NEEDED, *options)
+
+
+def test_an_adapter_replaces_no_model_and_no_other_adapter(error, folder):
+    out = folder.parent / "out"
+    out.mkdir()
+    (out / "config.json").write_text("{}")
+    message = "--output must be a folder without a model, got out, which has config.json"
+    assert error("finetune", "model", *NEEDED) == f"jgg finetune: error: {message}"
+    (out / "config.json").rename(out / "adapter_config.json")
+    message = "--output must be a folder without an adapter, unless a run goes on, got out, which has an adapter"
+    for options in ([], ["--checkpoints", "run"]):
+        assert error("finetune", "model", *NEEDED, *options) == f"jgg finetune: error: {message}"
+
+
+def test_targets_that_a_model_lacks_are_named(folder, capsys):
+    with pytest.raises(SystemExit):
+        main(["finetune", "model", *NEEDED, "--targets", "w_kv_a", "w_qkv"])
+    message = "--targets must name a matrix that the model has, got w_kv_a, w_qkv"
+    assert capsys.readouterr().err == f"jgg finetune: error: {message}\n"
 
 
 FOLDERS = {

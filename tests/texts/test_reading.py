@@ -52,6 +52,10 @@ WRONG = {
     "digits": (b'{"text": ' + b"1" * 5000 + b"}", "data.jsonl:1 must be a JSON object"),
     "list": (b'["one"]', 'data.jsonl:1: a row must have "prompt" and "completion"'),
     "number": (b"5", 'data.jsonl:1: a row must have "prompt" and "completion"'),
+    "role": (
+        json.dumps({"messages": [USER, ASSISTANT | {"role": "gpt"}]}).encode(),
+        'or "messages" with roles, one of them "assistant", got {"messages": [{"role": "user"',
+    ),
     "null": (b"null", 'data.jsonl:1: a row must have "prompt" and "completion"'),
     "numbers": (b'{"text": 5}', 'data.jsonl:1: a row must have "prompt" and "completion"'),
     "user's": (json.dumps({"messages": [USER]}).encode(), 'data.jsonl:1: a row must have "prompt" and "completion"'),
@@ -61,6 +65,10 @@ WRONG = {
         "data.jsonl:1: messages must have one before the assistant's, got it alone",
     ),
     "no-message": (b'{"messages": []}', 'data.jsonl:1: a row must have "prompt" and "completion"'),
+    "no-content": (
+        json.dumps({"messages": [USER, {"role": "assistant", "contents": "two"}]}).encode(),
+        'data.jsonl:1: messages must have "content" or "tool_calls", got one with role, contents as message 2',
+    ),
     "tools": (
         json.dumps({"messages": [USER, ASSISTANT], "tools": "[{"}).encode(),
         "data.jsonl:1: tools must be a list or the JSON of one, got [{",

@@ -42,7 +42,7 @@ class Data(NamedTuple):
         """What is learned."""
         own = self.batches
         cut = f", {own.num_cut} cut to --sequence-length" if own.num_cut else ""
-        left_out = f", {own.num_left_out} rows left out that have nothing to learn" if own.num_left_out else ""
+        left_out = f", {_counted(own.num_left_out, 'row')} left out without tokens to learn" if own.num_left_out else ""
         examples, sequences = _counted(own.num_examples, "example"), _counted(own.num_sequences, "sequence")
         return f"{examples}{cut}{left_out}: {sequences}, {own.fill:.0%} full"
 
@@ -64,6 +64,8 @@ def data_of(args, folder: Path, model: Path, config: ModelConfig) -> Data:
         raise UsageError(f"{names} must be at most {_LARGEST_STEP} tokens, got {step}")
     if args.mix is not None and len(args.mix) != len(args.data):
         raise UsageError(f"--mix must have a share for each of {len(args.data)} files, got {len(args.mix)}")
+    if args.mix is not None and len(set(args.data)) < len(args.data):
+        raise UsageError(f"--mix needs each file of --data once, got {', '.join(map(str, args.data))}")
     tokenizer, ends = jgg.data.load_tokenizer(folder), jgg.data.stop_tokens(folder)
     if not ends and tokenizer.eos_token_id is None:
         ends = [token for token in jgg.data.stop_tokens(model) if token < len(tokenizer)]

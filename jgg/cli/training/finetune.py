@@ -49,12 +49,15 @@ def _check(args, folder: Path) -> None:
             raise UsageError(f"--full needs --experts bfloat16, got {args.experts}: quantized experts are not trained")
     elif args.optimizer == "muon":
         raise UsageError("--optimizer muon needs --full: Muon does not train adapters")
+    else:
+        folders.check_adapter_output(args)
     args.learning_rate = args.learning_rate or (1e-5 if args.full else 2e-4)
 
 
 def _load(args, folder: Path, sharding: MoESharding | None) -> jgg.models.Decoder:
+    """Loads the model; raises UsageError if adapters are asked for and it has none of their matrices."""
     adapters = {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha, "lora_targets": tuple(args.targets)}
-    return jgg.models.load(
+    model = jgg.models.load(
         folder,
         dtype=jnp.bfloat16,
         experts=EXPERTS_BY_NAME[args.experts],
@@ -64,3 +67,6 @@ def _load(args, folder: Path, sharding: MoESharding | None) -> jgg.models.Decode
         show_progress=not args.quiet and loop.is_first(),
         **{} if args.full else adapters,
     )
+    if not args.full and not nnx.state(model, nnx.LoRAParam):
+        raise UsageError(f"--targets must name a matrix that the model has, got {', '.join(args.targets)}")
+    return model

@@ -43,6 +43,15 @@ def check_new(option: str, folder: Path) -> None:
         raise UsageError(f"{option} must be new or an empty folder, got {folder}")
 
 
+def check_adapter_output(args) -> None:
+    """Raises UsageError where --output has a model, or the adapter of another run than that of --checkpoints."""
+    if (args.output / "config.json").exists():
+        raise UsageError(f"--output must be a folder without a model, got {args.output}, which has config.json")
+    if (args.output / "adapter_config.json").exists() and not _has_run(args.checkpoints):
+        got = f"{args.output}, which has an adapter"
+        raise UsageError(f"--output must be a folder without an adapter, unless a run goes on, got {got}")
+
+
 def beside(output: Path, ending: str) -> Path:
     """The name of a file beside the output's folder."""
     output = output.absolute()

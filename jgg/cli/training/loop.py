@@ -95,7 +95,7 @@ def prepare(args, tokenizer: Path, model: Path, config: ModelConfig) -> Run:
     data = data_of(args, tokenizer, model, config)
     steps = data.steps(args)
     folders.note(args, steps, data.batches.digest, data.date)
-    say(args, f"{data.in_words()}, for {steps} steps")
+    say(args, f"{data.in_words()}, for {steps} {'step' if steps == 1 else 'steps'}")
     settings = {name: str(value) for name, value in folders.settings_of(args).items()} | {"total_steps": steps}
     trackers = args.log_to if args.log_to and is_first() else ()
     log = jgg.train.Log(folders.beside(args.output, ".jsonl"), trackers=trackers, settings=settings)
