@@ -49,6 +49,8 @@ def _check(args: argparse.Namespace) -> None:
     """Raises UsageError for options that do not fit together."""
     if args.data is None and args.tasks is None:
         raise UsageError("--data or --tasks must say what to measure, got neither")
+    if args.output is not None and Path(args.output).is_dir():
+        raise UsageError(f"--output must be a file, got the folder {args.output}")
     alone = {
         "--include-path": args.include_path is not None,
         "--num-fewshot": args.num_fewshot is not None,
