@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
             args.model = model_folder(args.model)
             check_adapter(args.adapter)
             config = jgg.models.model_config(jgg.hf.read_config(args.model))
-            sharding = devices.split_of(args)
+            sharding = devices.split_of(args, config.moe.num_experts)
             tasks = _tasks(args) if args.tasks else None
             texts = [Texts(file, args, config, sharding) for file in args.data or ()]
             model = jgg.models.load(
