@@ -54,7 +54,7 @@ def file(text: str) -> str:
 
 
 def prefix(text: str) -> str:
-    """Argument type: a prefix of files, in a folder that exists and takes files."""
+    """Argument type: a file, or a prefix of files, in a folder that exists and takes files."""
     folder = os.path.dirname(file(text)) or "."
     if not os.path.isdir(folder):
         raise argparse.ArgumentTypeError(f"{text} is in {folder}, which is no folder")

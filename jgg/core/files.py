@@ -16,14 +16,14 @@ _logger = logging.getLogger("jgg")
 
 
 def replace_text(path: Path, text: str, mode: int = 0o666) -> Path:
-    """Writes a file all at once, as `replacing` does.
+    """Writes a file in UTF-8 all at once, as `replacing` does.
 
     Args:
       mode: permissions of a new file, less the process's umask.
     """
     with (
         replacing(path) as temporary,
-        open(temporary, "x", opener=functools.partial(os.open, mode=mode)) as file,
+        open(temporary, "x", encoding="utf-8", opener=functools.partial(os.open, mode=mode)) as file,
     ):
         file.write(text)
     return path
@@ -61,13 +61,17 @@ def share_as_usual(path: Path) -> None:
 
 
 def read_own_text(path: Path) -> str:
-    """The text of a file that no other user can have written.
+    """The text, in UTF-8, of a file that no other user can have written.
 
     Raises:
       PermissionError: the file belongs to a user other than this one and root, or others may write to it.
       OSError: the file cannot be read, or is a symbolic link.
     """
-    with open(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+
+    def opener(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
+
+    with open(path, encoding="utf-8", opener=opener) as file:
         status = os.fstat(file.fileno())  # of the open file: the name may be another file's by now
         if status.st_uid not in (0, os.geteuid()):
             raise PermissionError(f"{path} belongs to another user, of id {status.st_uid}")

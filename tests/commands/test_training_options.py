@@ -358,8 +358,10 @@ def test_a_batch_is_what_devices_split(monkeypatch):
     monkeypatch.setattr(devices, "MoESharding", lambda _, **options: options)
     own = {"exchange": "ragged_all_to_all", "buffer_factor": 1.5}
     args = argparse.Namespace(fsdp=None, expert=2, batch_size=None, **own)
-    assert devices.sharding_of(args) == {"fsdp": "fsdp", "expert": "expert"} | own
+    assert devices.sharding_of(args, 12) == {"fsdp": "fsdp", "expert": "expert"} | own
     assert (args.fsdp, args.batch_size) == (3, 6)
+    with pytest.raises(UsageError, match="the model's 8 experts must be a multiple of the number of devices, got 6"):
+        devices.sharding_of(args, 8)
     args.batch_size = 4
     with pytest.raises(UsageError, match="--batch-size must be a multiple of 6, the number of devices, got 4"):
-        devices.sharding_of(args)
+        devices.sharding_of(args, 12)

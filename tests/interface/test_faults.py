@@ -7,6 +7,8 @@ and folders in which none can be kept.
 import errno
 import fcntl
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import jax
@@ -91,6 +93,13 @@ def test_what_is_written_at_once_is_whole_at_any_time(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
+def test_text_is_utf_8_in_any_locale(tmp_path):
+    program = f"from jgg.core import files; files.replace_text(files.Path({ascii(str(tmp_path))}) / 'a', '\\u00fc')"
+    environment = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+    assert (tmp_path / "a").read_bytes() == b"\xc3\xbc"
+
+
 def test_without_locks_a_file_is_written_all_the_same(own_file, monkeypatch, caplog):
     def flock(file, how):
         raise OSError(errno.ENOLCK, "No locks available")
@@ -132,7 +141,7 @@ def test_a_full_disk_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
 class OpenOnFullDisk:
     """A file that is made but takes no text."""
 
-    def __init__(self, path, mode, opener):
+    def __init__(self, path, mode, **_):
         path.touch()
 
     def __enter__(self):

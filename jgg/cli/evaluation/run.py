@@ -31,7 +31,7 @@ def run(args: argparse.Namespace) -> int:
             args.model = model_folder(args.model)
             check_adapter(args.adapter)
             config = jgg.models.model_config(jgg.hf.read_config(args.model))
-            sharding = devices.split_of(args)
+            sharding = devices.split_of(args, config.moe.num_experts)
             tasks = _tasks(args) if args.tasks else None
             texts = [Texts(file, args, config, sharding) for file in args.data or ()]
             model = jgg.models.load(
@@ -49,6 +49,8 @@ def _check(args: argparse.Namespace) -> None:
     """Raises UsageError for options that do not fit together."""
     if args.data is None and args.tasks is None:
         raise UsageError("--data or --tasks must say what to measure, got neither")
+    if args.output is not None and Path(args.output).is_dir():
+        raise UsageError(f"--output must be a file, got the folder {args.output}")
     alone = {
         "--include-path": args.include_path is not None,
         "--num-fewshot": args.num_fewshot is not None,

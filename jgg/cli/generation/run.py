@@ -83,7 +83,12 @@ def _prompt(args: argparse.Namespace) -> tuple[str, str]:
     if args.prompt is not None:
         return args.prompt, "--prompt"
     if args.prompt_file is not None:
-        return _decoded(args.prompt_file.read_bytes(), f"--prompt-file {args.prompt_file}")
+        try:
+            content = args.prompt_file.read_bytes()
+        except OSError as error:
+            got = f"{args.prompt_file}: {error.strerror}"
+            raise UsageError(f"--prompt-file must be a file that can be read, got {got}") from error
+        return _decoded(content, f"--prompt-file {args.prompt_file}")
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("--prompt, --prompt-file or standard input must give a prompt, got none; or give --chat")
     return _decoded(sys.stdin.buffer.read(), "standard input")

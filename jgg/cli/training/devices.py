@@ -34,17 +34,17 @@ def join(args) -> None:
         raise UsageError(f"--coordinator {args.coordinator} does not connect the processes: {reason}") from error
 
 
-def sharding_of(args) -> MoESharding | None:
+def sharding_of(args, num_experts: int) -> MoESharding | None:
     """`split_of` for training, of which args.batch_size has a default, which it sets."""
     devices = jax.device_count()
     args.batch_size = args.batch_size or math.ceil(4 / devices) * devices
-    return split_of(args)
+    return split_of(args, num_experts)
 
 
-def split_of(args) -> MoESharding | None:
-    """How the devices split the model and its sequences; None for one device. Sets args.fsdp.
+def split_of(args, num_experts: int) -> MoESharding | None:
+    """How the devices split the model, with its experts, and its sequences; None for one device. Sets args.fsdp.
 
-    Raises: UsageError: the devices are not as many as the options say, or cannot split a batch evenly.
+    Raises: UsageError: the devices are not as many as the options say, or cannot split a batch or the experts evenly.
     """
     devices = jax.device_count()
     args.fsdp = args.fsdp or max(1, devices // args.expert)
@@ -53,6 +53,11 @@ def split_of(args) -> MoESharding | None:
         raise UsageError(f"--fsdp times --expert must be {devices}, the number of devices, got {got}")
     if args.batch_size is not None and args.batch_size % devices:
         raise UsageError(f"--batch-size must be a multiple of {devices}, the number of devices, got {args.batch_size}")
+    if num_experts % devices:
+        raise UsageError(
+            f"the model's {num_experts} experts must be a multiple of the number of devices, got {devices}: let it see "
+            "fewer, such as by CUDA_VISIBLE_DEVICES"
+        )
     if devices == 1:
         return None
     shape = args.fsdp, args.expert

@@ -91,7 +91,7 @@ def prepare(args, tokenizer: Path, model: Path, config: ModelConfig) -> Run:
     Raises: UsageError, OSError, ValueError, ImportError: something is wrong.
     """
     jgg.train.balance_weight(config)
-    sharding = devices.sharding_of(args)
+    sharding = devices.sharding_of(args, config.moe.num_experts)
     data = data_of(args, tokenizer, model, config)
     steps = data.steps(args)
     folders.note(args, steps, data.batches.digest, data.date)
