@@ -92,7 +92,7 @@ def fill(
             for examples in _examples_of_rows(paths, read):
                 writer.add(examples, tokenizer)
             if not writer.sizes:
-                cut = f": {writer.num_cut} rows were cut to {length} tokens before them" if writer.num_cut else ""
+                cut = f"; rows that were cut to {length} tokens: {writer.num_cut}" if writer.num_cut else ""
                 files = ", ".join(map(str, paths))
                 raise ValueError(f"{files} must have an example with tokens to learn, got none{cut}")
             return writer.store()

@@ -94,7 +94,7 @@ def test_a_wrong_row_is_named(name, tmp_path):
 
 def test_a_length_that_cuts_all_that_is_learned_is_named(tmp_path):
     content = b'{"prompt": "one one one one", "completion": " two"}\n{"text": "", "weight": 0}'
-    with pytest.raises(ValueError, match=r"tokens to learn, got none: 1 rows were cut to 2 tokens before them$"):
+    with pytest.raises(ValueError, match=r"tokens to learn, got none; rows that were cut to 2 tokens: 1$"):
         batches(folder_of(tmp_path), content, length=2)
 
 
