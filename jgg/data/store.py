@@ -92,7 +92,9 @@ def fill(
             for examples in _examples_of_rows(paths, read):
                 writer.add(examples, tokenizer)
             if not writer.sizes:
-                raise ValueError(f"{', '.join(map(str, paths))} must have an example with tokens to learn, got none")
+                cut = f"; rows that were cut to {length} tokens: {writer.num_cut}" if writer.num_cut else ""
+                files = ", ".join(map(str, paths))
+                raise ValueError(f"{files} must have an example with tokens to learn, got none{cut}")
             return writer.store()
     except OSError as error:  # of closing the file, too
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):

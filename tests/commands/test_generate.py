@@ -300,7 +300,7 @@ MISTAKES = {
     "a conversation needs chat_template.jinja in the model's folder": ["--chat", "--prompt", "t5"],
     "argument --top-p: must be greater than 0 and at most 1, got 0.0": ["--top-p", 0],
     "argument --prompt-file: not allowed with argument --prompt": ["--prompt", "a", "--prompt-file", "b"],
-    "--prompt-file must be a file that can be read, got none.txt: No such file or directory": ["--prompt-file", "none.txt"],
+    "--prompt-file must be a file that can be read, got none.txt: No such": ["--prompt-file", "none.txt"],
     "--prompt: 'utf-8' codec can't encode": ["--prompt", "\udc80"],
 }
 

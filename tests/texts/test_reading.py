@@ -92,6 +92,12 @@ def test_a_wrong_row_is_named(name, tmp_path):
     assert len(str(raised.value)) < 500 and "\n" not in str(raised.value)
 
 
+def test_a_length_that_cuts_all_that_is_learned_is_named(tmp_path):
+    content = b'{"prompt": "one one one one", "completion": " two"}\n{"text": "", "weight": 0}'
+    with pytest.raises(ValueError, match=r"tokens to learn, got none; rows that were cut to 2 tokens: 1$"):
+        batches(folder_of(tmp_path), content, length=2)
+
+
 def test_what_is_no_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"absent must be a file that can be read: No such file or directory"):
         read(tmp_path / "absent")
