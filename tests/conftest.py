@@ -14,6 +14,7 @@ from tests.support import generated, workers
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
 generated.register_profiles()
+workers.one_thread_of_blas()
 workers.compile_quickly()
 workers.share_programs()
 workers.share_gpus()

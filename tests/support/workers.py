@@ -63,6 +63,11 @@ def num_workers() -> int:
     return int(max(1, min(len(large) + others, len(os.sched_getaffinity(0)))))
 
 
+def one_thread_of_blas() -> None:
+    """Has NumPy multiply in one thread in each worker, which inherits this: not in as many as there are CPUs."""
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+
 def compile_quickly() -> None:
     """Has XLA compile for a GPU, before JAX starts there, without trying which variant of a product is fastest."""
     os.environ["XLA_FLAGS"] = f"--xla_gpu_autotune_level=0 {os.environ.get('XLA_FLAGS', '')}"
