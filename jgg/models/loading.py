@@ -242,7 +242,7 @@ class _Reader:
             if isinstance(self.experts, Fp8) and own in OF_EXPERTS and value.ndim == 3:
                 value = quantize_weights(jnp.asarray(value), power_of_2_scales=self.experts.power_of_2_scales)
         if sharding is None:
-            return jax.tree.map(jnp.asarray, value)
+            return jax.device_put(value)
         spec = spec_of(tuple(name.split(".")), value.shape, sharding)
         sharding.check_split(name, value, spec)
         return jax.tree.map(functools.partial(put, place=sharding.named(spec)), value)
@@ -264,10 +264,9 @@ def _fill(stack: Stack, reader: _Reader, advance: Callable[[], None]) -> None:
             shape, where = (count, *value.shape), None
             if sharding is not None:
                 where = place(tuple(name.split(".")), shape, sharding, is_stacked=True)
-            if name not in stacked:
-                stacked[name] = _empty(value, count, where)
-            _check_dtypes(name, stacked[name], value, number)
-            stacked[name] = _with_layer(stacked[name], value, index, where=where)
+            if name in stacked:
+                _check_dtypes(name, stacked[name], value, number)
+            stacked[name] = _with_layer(stacked.get(name), value, index, count=count, where=where)
         advance()
     for name, value in stacked.items():
         path = name.split(".")
@@ -289,16 +288,16 @@ def _check_dtypes(name: str, stacked: Any, layer: Any, number: int) -> None:
         )
 
 
-def _empty(layer: Any, count: int, where: jax.NamedSharding | None) -> Any:
-    """Room for the arrays of `count` layers, in which no device has more than its part."""
-    zeros = jax.jit(jnp.zeros, static_argnums=(0, 1), out_shardings=where)
-    return jax.tree.map(lambda part: zeros((count, *part.shape), part.dtype), layer)
+@functools.partial(jax.jit, donate_argnums=0, static_argnames=("count", "where"))
+def _with_layer(stacked: Any, layer: Any, index: int, *, count: int, where: jax.NamedSharding | None) -> Any:
+    """Arrays of `count` layers with a layer's at an index; in place, as the memory of `stacked` is used again.
 
-
-@functools.partial(jax.jit, donate_argnums=0, static_argnames="where")
-def _with_layer(stacked: Any, layer: Any, index: int, *, where: jax.NamedSharding | None) -> Any:
-    """Stacked arrays with a layer's at an index; in place, as the memory of `stacked` is used again."""
-    result = jax.tree.map(lambda whole, part: whole.at[index].set(part), stacked, layer)
+    If `stacked` is None, the arrays are new, and no device has more than its part of them.
+    """
+    if stacked is None:
+        stacked = jax.tree.map(lambda part: jnp.zeros((count, *part.shape), part.dtype), layer)
+    put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=index, axis=0)
+    result = jax.tree.map(put, stacked, layer)
     return result if where is None else jax.lax.with_sharding_constraint(result, where)
 
 
