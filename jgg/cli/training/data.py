@@ -42,8 +42,8 @@ class Data(NamedTuple):
         """What is learned."""
         own = self.batches
         cut = f", {own.num_cut} cut to --sequence-length" if own.num_cut else ""
-        left_out = f", {_counted(own.num_left_out, 'row')} left out without tokens to learn" if own.num_left_out else ""
-        examples, sequences = _counted(own.num_examples, "example"), _counted(own.num_sequences, "sequence")
+        left_out = f", {counted(own.num_left_out, 'row')} left out without tokens to learn" if own.num_left_out else ""
+        examples, sequences = counted(own.num_examples, "example"), counted(own.num_sequences, "sequence")
         return f"{examples}{cut}{left_out}: {sequences}, {own.fill:.0%} full"
 
 
@@ -94,5 +94,6 @@ def note_ends(folder: Path, end_tokens: list[int]) -> None:
         replace_text(path, json.dumps(content, indent=2) + "\n")
 
 
-def _counted(number: int, what: str) -> str:
+def counted(number: int, what: str) -> str:
+    """The number with its noun, such as "1 step" or "2 steps"."""
     return f"{number} {what}" if number == 1 else f"{number} {what}s"

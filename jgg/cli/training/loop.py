@@ -14,7 +14,7 @@ import jgg.train
 from jgg.cli.console import progress
 from jgg.cli.errors import enough_memory, writes
 from jgg.cli.training import devices, folders
-from jgg.cli.training.data import Data, data_of
+from jgg.cli.training.data import Data, counted, data_of
 from jgg.core.quantized import count_numbers
 from jgg.data import lengths_of
 from jgg.models import Decoder, ModelConfig
@@ -95,7 +95,7 @@ def prepare(args, tokenizer: Path, model: Path, config: ModelConfig) -> Run:
     data = data_of(args, tokenizer, model, config)
     steps = data.steps(args)
     folders.note(args, steps, data.batches.digest, data.date)
-    say(args, f"{data.in_words()}, for {steps} {'step' if steps == 1 else 'steps'}")
+    say(args, f"{data.in_words()}, for {counted(steps, 'step')}")
     settings = {name: str(value) for name, value in folders.settings_of(args).items()} | {"total_steps": steps}
     trackers = args.log_to if args.log_to and is_first() else ()
     log = jgg.train.Log(folders.beside(args.output, ".jsonl"), trackers=trackers, settings=settings)
