@@ -54,7 +54,7 @@ def file(text: str) -> str:
 
 
 def prefix(text: str) -> str:
-    """Argument type: a file, or a prefix of files, in a folder that exists and takes files."""
+    """Argument type: a prefix of files, in a folder that exists and takes files."""
     folder = os.path.dirname(file(text)) or "."
     if not os.path.isdir(folder):
         raise argparse.ArgumentTypeError(f"{text} is in {folder}, which is no folder")
@@ -67,7 +67,10 @@ def prefix(text: str) -> str:
 
 def new_file(text: str) -> pathlib.Path:
     """Argument type: a file to write, in a folder that exists and takes files."""
-    return pathlib.Path(prefix(text))
+    path = pathlib.Path(prefix(text))
+    if path.is_dir():
+        raise argparse.ArgumentTypeError(f"must be a file, got the folder {text}")
+    return path
 
 
 class Parser(argparse.ArgumentParser):

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from _jgg_command.arguments import Parser, positive_int, prefix, seed, whole
+from _jgg_command.arguments import Parser, new_file, positive_int, seed, whole
 from _jgg_command.options import add_experts, add_shared
 from _jgg_command.training import add_devices
 
@@ -29,7 +29,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--seed", type=seed, default=0, help="seed of what is drawn (default: %(default)s)")
     add_devices(parser)
     what = "JSON file to write with the results, the command, versions and the device"
-    parser.add_argument("--output", type=prefix, metavar="FILE", help=what)
+    parser.add_argument("--output", type=new_file, metavar="FILE", help=what)
     add_shared(parser, "json", quiet={"help": "show no progress of tasks"})
 
 

@@ -115,7 +115,7 @@ def test_an_adapter_and_files_in_a_table(folder, data, tmp_path, capsys):
         (["none", "--data", "{data}"], "ADAPTER must be a folder with adapter_config.json, got none"),
         (["--data", "{data}", "--num-fewshot", "1"], "--num-fewshot must be given with --tasks, got it alone"),
         (["--data", "{data}", "--output", "none/x.json"], "--output: none/x.json is in none, which is no folder"),
-        (["--data", "{data}", "--output", "/tmp"], "--output must be a file, got the folder /tmp"),
+        (["--data", "{data}", "--output", "/tmp"], "--output: must be a file, got the folder /tmp"),
         (["--data", "{data}", "--fsdp", "3"], "--fsdp times --expert must be"),
     ],
 )

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -49,8 +48,6 @@ def _check(args: argparse.Namespace) -> None:
     """Raises UsageError for options that do not fit together."""
     if args.data is None and args.tasks is None:
         raise UsageError("--data or --tasks must say what to measure, got neither")
-    if args.output is not None and Path(args.output).is_dir():
-        raise UsageError(f"--output must be a file, got the folder {args.output}")
     alone = {
         "--include-path": args.include_path is not None,
         "--num-fewshot": args.num_fewshot is not None,
@@ -80,7 +77,7 @@ def _tell(args: argparse.Namespace, measured: dict[str, Measured], results: Any)
     output = Output()
     if args.output is not None:
         text = json.dumps(document, indent=2, default=str) + "\n"
-        output.write(Path(args.output), lambda path: path.write_text(text, encoding="utf-8"))
+        output.write(args.output, lambda path: path.write_text(text, encoding="utf-8"))
     if args.json:
         print(json.dumps(document, default=str))
     else:
