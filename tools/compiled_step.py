@@ -78,10 +78,11 @@ def as_on_gpu():
 
 def program(args, devices):
     """A jitted step or generation, and its arguments without values."""
-    config, sharding = config_of(args.model, args.layers, is_small=False), sharding_of(args, devices)
-    check_experts(args, config)
+    config = config_of(args.model, args.layers, is_small=False)
     if args.run == "train":
         return training_of(args, config, devices)
+    check_experts(args, config)
+    sharding = sharding_of(args, devices)
     options = options_of(args, args.run) | {"remat": args.remat, "unroll": args.unroll, "sharding": sharding}
     made = []  # what is no array, and so cannot be returned by the function that is only traced
 
