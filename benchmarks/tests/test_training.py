@@ -64,10 +64,17 @@ def test_what_a_model_cannot_be_split_by_is_refused(given, message):
     assert str(error.value) == message
 
 
-def test_a_folder_that_is_missing_is_refused_before_steps(capsys):
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("missing/found.json", "missing/found.json is in missing, which is no folder"),
+        ("/tmp", "must be a file, got the folder /tmp"),
+    ],
+)
+def test_what_cannot_be_written_is_refused_before_steps(path, message, capsys):
     with pytest.raises(SystemExit):
-        training.make_parser().parse_args(["--json", "missing/found.json"])
-    assert "argument --json: missing/found.json is in missing, which is no folder" in capsys.readouterr().err
+        training.make_parser().parse_args(["--json", path])
+    assert f"argument --json: {message}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("strategy", SENT, ids=str)
@@ -77,14 +84,14 @@ def test_bytes_that_a_layer_sends(strategy):
 
 def test_predictions_are_near_what_was_measured():
     with links.ROWS.open() as file:
-        # gathers of weights are slower than other collectives; results of four devices are added up one by one
+        # gathers of weights are slower than other collectives
         rows = [row for row in csv.DictReader(file) if row["strategy"] != "fsdp"]
-    rows = [row for row in rows if (row["gpu"], row["gpus"], row["strategy"]) != ("H100", "4", "tensor")]
     predicted = {cells[:3]: cells for cells in links.layer_table()}
     for row in rows:
         cells = predicted[row["gpu"], int(row["gpus"]), row["strategy"]]
         assert float(cells[3]) == pytest.approx(float(row["mb_sent"]), rel=0.02), cells
-        assert float(cells[4]) == pytest.approx(float(row["ms"]), rel=0.1), cells
+        adds_up_four = (row["strategy"], row["gpus"]) == ("tensor", "4")  # results of devices one by one
+        assert float(cells[4]) == pytest.approx(float(row["ms"]), rel=0.15 if adds_up_four else 0.1), cells
 
 
 def test_bytes_and_flops_of_a_step():
