@@ -228,6 +228,9 @@ def run(args) -> int:
     if args.step:
         print_table(("what", "predicted"), step_table(args), ("what",))
     else:
+        given = [name for name, value in vars(args).items() if value != args.parser.get_default(name)]
+        if given:
+            raise UsageError(f"--{given[0].replace('_', '-')} is of a model's step, so it needs --step")
         headings = ("GPU", "GPUs", "strategy", "MB sent", "ms predicted", "hidden", "ms measured", "off by")
         print_table(headings, layer_table(), ("GPU", "strategy"))
     return 0

@@ -19,6 +19,7 @@ from benchmarks import links, training
         (links, ("--step", "--expert", "0"), "--expert"),
         (links, ("--step", "--flops", "0"), "--flops"),
         (links, ("--step", "--layers", "1", "--expert", "3"), "--expert"),
+        (links, ("--buffer-factor", "2"), "--buffer-factor is of a model's step, so it needs --step"),
     ],
 )
 def test_wrong_options_are_refused_in_a_line(command, options, message, capsys):
