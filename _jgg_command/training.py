@@ -17,7 +17,7 @@ def add_model(parser: Parser, metavar: str, what: str) -> None:
     """Declares what a command starts from, `model`, and --data and --config."""
     # without a type, which would turn the default into a path
     parser.add_argument("model", metavar=metavar, nargs="?", default=argparse.SUPPRESS, help=what)
-    add_config(parser, "model", "data", "output")
+    add_config(parser, "model", "data", "output", such_as=", such as the run.toml of a run")
     what = "JSONL or parquet files, or folders of Hugging Face datasets, to learn from"
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help=what)
 

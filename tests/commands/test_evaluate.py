@@ -81,6 +81,17 @@ def test_loss_perplexity_and_bits_per_byte(length, folder, data, tmp_path, capsy
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["data"] == found["data"] and written["command"][0]
     assert written["tasks"] is None
+    assert (written["options"]["data"], written["options"]["sequence_length"]) == ([str(data)], length)
+
+
+def test_options_of_a_file_and_those_of_the_command_line_over_them(folder, data, tmp_path, capsys):
+    lines = f'model = "{folder}"', f'data = ["{data}"]', "sequence-length = 10", "batch_size = 2"
+    (tmp_path / "own.toml").write_text("\n".join(lines))
+    found = run(capsys, "--config", tmp_path / "own.toml")
+    np.testing.assert_allclose(found["data"][str(data)]["loss"], want_of(10)[0], rtol=1e-5)
+    assert (found["model"], found["adapter"], found["options"]["batch_size"]) == (str(folder), None, 2)
+    found = run(capsys, "--config", tmp_path / "own.toml", "--sequence-length", 64)
+    np.testing.assert_allclose(found["data"][str(data)]["loss"], want_of(64)[0], rtol=1e-5)
 
 
 def test_a_limit_draws_sequences(folder, data, capsys):

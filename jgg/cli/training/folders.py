@@ -63,10 +63,10 @@ def settings_of(args) -> dict[str, Any]:
     values = {name: value for name, value in vars(args).items() if name not in _NO_OPTIONS}
     if os.path.exists(values["model"]):  # else it is a name on the Hub
         values["model"] = Path(values["model"]).resolve()
-    for name in ("data", "eval_data", "output", "checkpoints", "tokenizer"):
+    for name in ("data", "eval_data", "output", "checkpoints", "tokenizer", "adapter", "include_path"):
         value = values.get(name)
         if value is not None:
-            values[name] = [path.resolve() for path in value] if isinstance(value, list) else value.resolve()
+            values[name] = [path.resolve() for path in value] if isinstance(value, list) else Path(value).resolve()
     return values
 
 
