@@ -149,10 +149,16 @@ def test_a_package_that_tasks_lack_is_of_the_extra_for_tasks(folder, monkeypatch
 
 
 @pytest.mark.thorough
-def test_several_devices(folder, data):
-    options = ["--data", data, "--dtype", "float32", "--sequence-length", 64, "--batch-size", 4, "--json"]
-    split = ["--fsdp", 2, "--expert", 2]
-    printed = processes.run("-m", "jgg", "evaluate", folder, *options, *split, **processes.with_devices(4))
+@pytest.mark.parametrize(
+    ("count", "split"),
+    [
+        (4, ["--fsdp", 2, "--expert", 2]),
+        (8, ["--fsdp-splits", "features"]),  # by more devices than there are experts
+    ],
+)
+def test_several_devices(count, split, folder, data):
+    options = ["--data", data, "--dtype", "float32", "--sequence-length", 64, "--batch-size", count, "--json"]
+    printed = processes.run("-m", "jgg", "evaluate", folder, *options, *split, **processes.with_devices(count))
     got, (loss, bits, tokens) = json.loads(printed)["data"][str(data)], want_of()
     assert got["tokens"] == tokens
     np.testing.assert_allclose([got["loss"], got["bits_per_byte"]], [loss, bits], rtol=1e-5)
