@@ -9,15 +9,17 @@ from typing import Any
 from _jgg_command.arguments import Parser
 
 
-def add_config(parser: Parser, *needed: str) -> None:
+def add_config(parser: Parser, *needed: str, such_as: str = "") -> None:
     """Declares --config, and the names of the options that must be given, there or on the command line."""
-    what = "TOML file of options, such as the run.toml of a run: a key is an option's name without its dashes"
+    what = f"TOML file of options{such_as}: a key is an option's name without its dashes"
     parser.add_argument("--config", metavar="FILE", help=what)
     parser.needed = needed
 
 
 def with_file(args: argparse.Namespace, arguments: Sequence[str]) -> argparse.Namespace:
     """The options of a command, with those of the file that --config names where the command line has none.
+
+    Places, known by their order alone, that neither has are None.
 
     Ends the process in one line if the file is wrong, or if an option is given neither here nor there.
 
@@ -33,6 +35,8 @@ def with_file(args: argparse.Namespace, arguments: Sequence[str]) -> argparse.Na
         kept = vars(own).keys() - _replaced(parser, arguments)
         values = {name: value for name, value in vars(own).items() if name in kept} | {"command": args.command}
         args = parser.parse_args(arguments, argparse.Namespace(**values))
+    for place in _places(parser):
+        vars(args).setdefault(place, None)
     missing = [name for name in parser.needed if getattr(args, name, None) is None]
     if missing:
         parser.error(f"the following arguments are required: {', '.join(_shown(parser, name) for name in missing)}")
@@ -53,7 +57,7 @@ def _arguments_in(path: str, parser: Parser) -> Iterator[str]:
     """The command line that a file stands for. Its tables, which say more of a run, are no options."""
     options = {action.dest: action for action in parser._actions}
     content = {key.replace("-", "_"): (key, value) for key, value in _read(path, parser).items()}
-    places = [name for name, option in options.items() if not option.option_strings]  # known by their order alone
+    places = _places(parser)
     for before, name in itertools.pairwise(places):
         if name in content and before not in content:
             parser.error(f"{name} must be given with {before}, got it alone")
@@ -76,6 +80,10 @@ def _arguments_in(path: str, parser: Parser) -> Iterator[str]:
             yield from (name, *map(str, value)) if name else map(str, value)
         else:
             yield f"{name}={value}" if name else str(value)
+
+
+def _places(parser: Parser) -> list[str]:
+    return [action.dest for action in parser._actions if not action.option_strings]
 
 
 def _read(path: str, parser: Parser) -> dict[str, Any]:

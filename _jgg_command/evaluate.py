@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from _jgg_command.arguments import Parser, new_file, positive_int, seed, whole
-from _jgg_command.options import add_experts, add_shared
+from _jgg_command.options import add_experts, add_model_and_adapter, add_shared
 from _jgg_command.training import add_devices
 
 DESCRIPTION = "Measure a model's loss on texts, and how it does in tasks of lm-eval."
@@ -12,9 +12,7 @@ DTYPES = ("bfloat16", "float32")
 
 def add_arguments(parser: Parser) -> None:
     """Declares the options."""
-    what = "the model's folder, with config.json, safetensors files and tokenizer.json, or its name on the Hub"
-    parser.add_argument("model", metavar="MODEL", help=what)
-    parser.add_argument("adapter", metavar="ADAPTER", nargs="?", help="the folder of a LoRA adapter in PEFT's format")
+    add_model_and_adapter(parser)
     what = "JSONL or parquet files, or folders of Hugging Face datasets: loss, perplexity, bits per byte of each"
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help=what)
     _add_tasks(parser)
@@ -28,7 +26,7 @@ def add_arguments(parser: Parser) -> None:
     parser.add_argument("--dtype", choices=DTYPES, default="bfloat16", help="of the computation (default: %(default)s)")
     parser.add_argument("--seed", type=seed, default=0, help="seed of what is drawn (default: %(default)s)")
     add_devices(parser)
-    what = "JSON file to write with the results, the command, versions and the device"
+    what = "JSON file to write with the results, the command, its options, versions and the device"
     parser.add_argument("--output", type=new_file, metavar="FILE", help=what)
     add_shared(parser, "json", quiet={"help": "show no progress of tasks"})
 

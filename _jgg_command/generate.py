@@ -1,24 +1,17 @@
 """The options of `jgg generate`."""
 
-import argparse
 import math
 from pathlib import Path
 
 from _jgg_command.arguments import Parser, number, positive_float, positive_int, seed, whole
-from _jgg_command.configuration import add_config
-from _jgg_command.options import add_experts, add_shared
+from _jgg_command.options import add_experts, add_model_and_adapter, add_shared
 
 DESCRIPTION = "Continue a prompt with a model of a Hugging Face folder, and an adapter, or talk with it."
 
 
 def add_arguments(parser: Parser) -> None:
     """Declares the options."""
-    # without defaults, which would take the place of what a file says
-    what = "the model's folder, with tokenizer.json, or its name on the Hugging Face Hub"
-    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=what)
-    what = "the folder of a LoRA adapter in PEFT's format"
-    parser.add_argument("adapter", metavar="ADAPTER", nargs="?", default=argparse.SUPPRESS, help=what)
-    add_config(parser, "model")
+    add_model_and_adapter(parser)
     _add_prompt(parser)
     _add_drawing(parser)
     what = "ends a text, and is left out of it; may be repeated (default: stop_strings of generation_config.json)"

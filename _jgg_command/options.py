@@ -1,8 +1,10 @@
 """Options that several commands and benchmarks have, declared once."""
 
+import argparse
 from typing import Any
 
-from _jgg_command.arguments import positive_int, prefix, seed
+from _jgg_command.arguments import Parser, positive_int, prefix, seed
+from _jgg_command.configuration import add_config
 
 DTYPES = ("float32", "float16", "bfloat16")
 EXPERTS = ("bfloat16", "as-stored", "fp8")
@@ -50,6 +52,16 @@ def add_shared(parser, *names, **changes):
     """Declares options that commands share, by their names; `changes` has options with settings to change in them."""
     for name in (*names, *(name.replace("_", "-") for name in changes)):
         parser.add_argument(f"--{name}", **_SHARED[name] | changes.get(name.replace("-", "_"), {}))
+
+
+def add_model_and_adapter(parser: Parser) -> None:
+    """Declares the model that a command opens, an adapter beside it, and --config."""
+    # without defaults, which would take the place of what a file says
+    what = "the model's folder, with config.json, safetensors files and tokenizer.json, or its name on the Hub"
+    parser.add_argument("model", metavar="MODEL", nargs="?", default=argparse.SUPPRESS, help=what)
+    what = "the folder of a LoRA adapter in PEFT's format"
+    parser.add_argument("adapter", metavar="ADAPTER", nargs="?", default=argparse.SUPPRESS, help=what)
+    add_config(parser, "model")
 
 
 def add_experts(parser):

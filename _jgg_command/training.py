@@ -7,6 +7,7 @@ from _jgg_command.arguments import Parser, number, positive_float, positive_int,
 from _jgg_command.configuration import add_config
 
 REMAT = ("none", "attention", "names", "all")
+FSDP_SPLITS = ("experts", "features")
 EXCHANGES = ("all_gather", "ragged_all_to_all")
 OPTIMIZERS = ("adamw", "muon")
 TRACKERS = ("tensorboard", "wandb")
@@ -17,7 +18,7 @@ def add_model(parser: Parser, metavar: str, what: str) -> None:
     """Declares what a command starts from, `model`, and --data and --config."""
     # without a type, which would turn the default into a path
     parser.add_argument("model", metavar=metavar, nargs="?", default=argparse.SUPPRESS, help=what)
-    add_config(parser, "model", "data", "output")
+    add_config(parser, "model", "data", "output", such_as=", such as the run.toml of a run")
     what = "JSONL or parquet files, or folders of Hugging Face datasets, to learn from"
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help=what)
 
@@ -69,6 +70,11 @@ def add_devices(parser: Parser) -> None:
     """Declares over how many devices and processes a model is split."""
     what = "devices that store matrices split (default: all devices / --expert)"
     parser.add_argument("--fsdp", type=positive_int, metavar="N", help=what)
+    what = (
+        "what of the experts each device along --fsdp stores: some experts whole, or some features of all, for fewer"
+        " experts than devices (default: %(default)s)"
+    )
+    parser.add_argument("--fsdp-splits", choices=FSDP_SPLITS, default=FSDP_SPLITS[0], help=what)
     _add(parser, "expert", 1, "devices that share the experts; --fsdp times --expert is the number of all devices")
     what = "how tokens reach the devices of their experts, see docs/scaling.md (default: %(default)s)"
     parser.add_argument("--exchange", choices=EXCHANGES, default=EXCHANGES[0], help=what)

@@ -21,6 +21,7 @@ from benchmarks.model_configs import CONFIGS
 from benchmarks.models import PARAMS, random_model
 from jgg.cli.options import UsageError
 from jgg.experts.exchange import EXCHANGES
+from jgg.experts.mesh import FSDP_SPLITS
 from jgg.models.parts import REMAT
 from jgg.models.placement import place
 from jgg.sharding import MoESharding
@@ -46,6 +47,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", choices=CONFIGS, default="qwen3-30b-a3b", help="(%(default)s)")
     parser.add_argument("--params", choices=PARAMS, default="masters", help="as in benchmarks.models (%(default)s)")
     parser.add_argument("--remat", choices=REMAT, default="attention", help="as in Decoder (%(default)s)")
+    parser.add_argument("--fsdp-splits", choices=FSDP_SPLITS, default="experts", help="as in MoESharding (%(default)s)")
     parser.add_argument("--exchange", choices=EXCHANGES, default="all_gather", help="of tokens (%(default)s)")
     parser.add_argument("--buffer-factor", type=positive_float, help="as in MoESharding (room for all rows)")
     parser.add_argument("--fp8", action="store_true", help="train with the experts' products in FP8")
@@ -75,6 +77,7 @@ def sharding_of(args, devices: Any) -> MoESharding | None:
         fsdp="fsdp",
         expert="expert" if args.expert > 1 else None,
         tensor="tensor" if args.tensor > 1 else None,
+        fsdp_splits=args.fsdp_splits,
         exchange=args.exchange,
         buffer_factor=args.buffer_factor,
     )
@@ -82,8 +85,15 @@ def sharding_of(args, devices: Any) -> MoESharding | None:
 
 def check_experts(args, config: jgg.models.ModelConfig) -> None:
     """Raises UsageError where the devices of the options cannot split a model's experts or their features."""
-    experts, devices = config.moe.num_experts, args.expert * args.fsdp
-    if experts % devices:
+    experts = config.moe.num_experts
+    if args.fsdp_splits == "features":
+        if args.fsdp == 1:
+            raise UsageError("--fsdp-splits features needs several devices along --fsdp, got 1")
+        if experts % args.expert:
+            raise UsageError(f"--expert must split {experts} experts, got {args.expert}")
+        if config.features % args.fsdp:
+            raise UsageError(f"--fsdp must split {config.features} features, got {args.fsdp}")
+    elif experts % (args.expert * args.fsdp):
         raise UsageError(f"--expert and --fsdp must split {experts} experts, got {args.expert} and {args.fsdp}")
     hidden = config.moe.hidden_features
     if hidden % args.tensor:

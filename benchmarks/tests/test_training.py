@@ -53,6 +53,9 @@ def test_what_devices_cannot_split_is_refused():
     ("given", "message"),
     [
         (["--expert", "3"], "--expert and --fsdp must split 8 experts, got 3 and 1"),
+        (["--fsdp-splits", "features"], "--fsdp-splits features needs several devices along --fsdp, got 1"),
+        (["--fsdp-splits", "features", "--fsdp", "2", "--expert", "3"], "--expert must split 8 experts, got 3"),
+        (["--fsdp-splits", "features", "--fsdp", "7"], "--fsdp must split 64 features, got 7"),
         (["--tensor", "2"], "--tensor must be 1 where a model has gates before ups, as qwen3-30b-a3b, got 2"),
         (["--model", "gpt-oss-20b", "--tensor", "5"], "--tensor must split 32 features of experts, got 5"),
     ],
@@ -109,6 +112,16 @@ def test_bytes_and_flops_of_a_step():
     matrices = 2 * (64 * 64 * 2 + 2 * 64 * 32 + 64 * 8 + 3 * 2 * 64 * 32) + ends
     pairs = 16 * 17 / 2
     assert step.flops == 2 * (6 * 16 * matrices + 12 * pairs * 4 * 16 * 2)
+
+
+def test_devices_along_fsdp_split_features_where_the_options_say_so():
+    """More of them than there are experts."""
+    args = options("--fsdp", "16", "--fsdp-splits", "features", "--layers", "2")
+    config = config_of(args.model, 2, is_small=True)
+    assert config.moe.num_experts == 8
+    training_step.check_experts(args, config)
+    devices = np.asarray(jax.devices() * 16)
+    assert training_step.sharding_of(args, devices).weight_specs("ekn")["w_gate_up"] == jax.P(None, "fsdp", None)
 
 
 def test_times_of_a_trace():

@@ -11,6 +11,7 @@ from jgg.launching import choice
 from jgg.measuring.workloads import FP8, Layer, load_layers
 
 INTERRUPTED = 130  # the exit code that shells report for a command ended by an interrupt from the keyboard
+TERMINATED = 143  # and for one that SIGTERM ended
 SCALED_DOWN = "scaled down: no GPU; layers have at most 256 tokens, 1/16 of their features and 16 experts"
 # option for a size of a single product: its name in `workloads.gemm`
 _SIZES = {"m": "num_rows", "k": "in_features", "n": "out_features", "experts": "num_experts"}

@@ -20,6 +20,7 @@ from jgg.experts.exchange import EXCHANGES
 from jgg.linear.lora import adapter_names
 
 P = jax.P
+FSDP_SPLITS = "experts", "features"
 _WHOLE = P()  # every device has all of it
 
 
@@ -78,7 +79,7 @@ class MoESharding:
                 raise ValueError(f"{name} must be of the mesh's axes {known}, got {axis!r}.")
             if used.count(axis) > 1:
                 raise ValueError(f"{name} must name an axis that no other does, got {axis!r} more than once.")
-        check_one_of("fsdp_splits", self.fsdp_splits, ("experts", "features"))
+        check_one_of("fsdp_splits", self.fsdp_splits, FSDP_SPLITS)
         check_one_of("exchange", self.exchange, EXCHANGES)
         factor = self.buffer_factor
         if factor is not None:

@@ -7,10 +7,12 @@ from jgg.train.loop import Record, Trainer
 from jgg.train.losses import balance_weight, held_out_loss, next_token_loss
 from jgg.train.masters import MastersState, float32_masters
 from jgg.train.meter import Speed
+from jgg.train.preemption import Preempted
 
 __all__ = [
     "Log",
     "MastersState",
+    "Preempted",
     "Record",
     "Speed",
     "Trainer",

@@ -31,7 +31,8 @@ def opened(folder: str | os.PathLike[str] | None) -> contextlib.AbstractContextM
 def restored(manager: Any, state: Any) -> tuple[int, Any]:
     """The step of the last checkpoint and its state, split over devices as `state` is; 0 and `state` if there is none.
 
-    Raises: TrainingError: the checkpoint is damaged or of another model.
+    Raises: TrainingError: the checkpoint is damaged or of another model; the message says how to go on from the one
+      before it, if there is one.
     """
     if manager is None or (step := manager.latest_step()) is None:
         return 0, state
@@ -39,10 +40,10 @@ def restored(manager: Any, state: Any) -> tuple[int, Any]:
     try:
         return step, manager.restore(step, args=ocp.args.StandardRestore(abstract))
     except Exception as error:  # of any type, for files that are damaged or of another model
-        text = " ".join(str(error).split())[:200]
-        raise TrainingError(
-            f"checkpoints must have steps of this model, got {manager.directory / str(step)}: {text}"
-        ) from error
+        folder, text = manager.directory / str(step), " ".join(str(error).split())[:200]
+        earlier = max((each for each in manager.all_steps() if each < step), default=None)
+        advice = f"; if it is damaged, delete or move it and run again to go on from step {earlier}" if earlier else ""
+        raise TrainingError(f"checkpoints must have steps of this model, got {folder}: {text}{advice}") from error
 
 
 def save(manager: Any, step: int, state: Any) -> None:

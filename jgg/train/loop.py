@@ -16,6 +16,7 @@ from jgg.sharding import MoESharding
 from jgg.train.checkpoints import TrainingError, opened, restored, save
 from jgg.train.compiling import compiler_options
 from jgg.train.meter import Meter, Speed
+from jgg.train.preemption import Preempted, stop_notices
 
 Batch = Any  # a pytree of arrays
 
@@ -104,6 +105,15 @@ class Trainer:
 
         A run that is stopped and started again computes the bits of one that was not.
 
+        With `checkpoints`, SIGTERM stops a run: the step that was begun is made and saved, its Record is yielded, and
+        once the checkpoint is written, Preempted is raised. After the last step a run ends as without SIGTERM. For
+        this, a handler takes the place of the one before, which is put back at the end, also where the caller stops
+        iterating. There is none in another thread than the main one, nor where SIGTERM is ignored.
+
+        Processes that `jax.distributed.initialize` has connected all stop after the same step if any of them gets
+        SIGTERM, for which JAX has a handler from then on. A run that goes on from a checkpoint does not stop if SIGTERM
+        came before this call.
+
         Args:
           batch_of: batch_of(step) -> the batch of a step, from 1, of the same shapes for all, asked for once a step.
             It depends on the step alone, such as `dataset.__getitem__` of a `grain.MapDataset`, or also on what was
@@ -117,16 +127,20 @@ class Trainer:
         Raises:
           TrainingError: a loss or a trained variable is not finite, which is looked for before each record and each
             checkpoint; or a checkpoint is damaged or of another model.
+          Preempted: SIGTERM stopped the run before its last step; the same call goes on from there.
         """
         steps, save_every = as_int("steps", steps, 0), as_int("save_every", save_every, 1)
         check_instance("every", every, Collection, "a collection of ints, such as (10,)")
         every = [as_int("every", each, 1) for each in every]
-        with opened(checkpoints) as manager:
+        # the checkpoints are written on leaving, before SIGTERM has its earlier meaning again
+        with stop_notices(checkpoints is not None) as is_stopped_after, opened(checkpoints) as manager:
             start, self._state = restored(manager, self._state)
             if start >= steps:
                 return
             batch, lengths = self._next(batch_of, start + 1)
             run = self._step.lower(self._state, self._frozen, batch).compile()
+            if is_stopped_after(start):
+                raise Preempted(start)
             waiting: list[Any] = []
             self._meter.restart()
             for step in range(start + 1, steps + 1):
@@ -135,8 +149,12 @@ class Trainer:
                 self._state, measured = run(self._state, self._frozen, batch)
                 waiting.append(measured)
                 self._meter.add(lengths)
-                is_told = step == steps or (first and step == start + 1) or any(step % each == 0 for each in every)
-                is_saved = manager is not None and (step == steps or step % save_every == 0)
+                if manager is not None:  # else SIGTERM would have to wait for all steps that are begun
+                    jax.block_until_ready(waiting[-2:-1])
+                is_stopped = is_stopped_after(step) and step < steps
+                is_last = is_stopped or step == steps
+                is_told = is_last or (first and step == start + 1) or any(step % each == 0 for each in every)
+                is_saved = manager is not None and (is_last or step % save_every == 0)
                 if not is_told and not is_saved:
                     continue
                 waiting = jax.device_get(waiting)
@@ -149,6 +167,8 @@ class Trainer:
                     yield Record(step, metrics, speed)
                     waiting = []
                     self._meter.restart()
+                if is_stopped:
+                    raise Preempted(step)
 
     def _next(self, batch_of: Callable[[int], Batch], step: int) -> tuple[Batch, np.ndarray]:
         """The batch of a step, on the devices if a sharding says how, and the lengths of its sequences."""

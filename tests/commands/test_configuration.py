@@ -1,6 +1,8 @@
 """Options from the file of --config, under those of the command line; what is wrong is one line."""
 
+import argparse
 import datetime
+import itertools
 import tomllib
 
 import pytest
@@ -9,6 +11,7 @@ from _jgg_command.parser import parse
 from jgg.cli.options import UsageError
 from jgg.cli.training import folders
 from jgg.train import runs
+from tests.commands.test_help import subparsers
 
 NEEDED = "--data", "d.jsonl", "--output", "out"
 
@@ -32,6 +35,34 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_defaults():
     assert (args.learning_rate, args.packing, args.targets) == (1e-5, False, ["w_q", "w_k"])
     args = options(text, "other", "--packing", "--targets", "w_o", *NEEDED)
     assert (args.model, args.steps, args.packing, args.targets) == ("other", 7, True, ["w_o"])
+
+
+def arguments_of(option):
+    """A command line with a value of an option that is not its default."""
+    (name,) = option.option_strings[:1] or [None]
+    if isinstance(option, argparse.BooleanOptionalAction):
+        return [f"--no-{name.removeprefix('--')}" if option.default else name]
+    if isinstance(option, argparse._StoreTrueAction):
+        return [name]
+    for value in (*reversed(option.choices or ()), "3", "0.25", "x"):
+        try:
+            is_other = option.type is None or option.type(value) != option.default
+        except argparse.ArgumentTypeError:
+            continue
+        if is_other and value != option.default:
+            return [value] if name is None else [name, value, value][: 3 if option.nargs == "+" else 2]
+    raise AssertionError(name)
+
+
+@pytest.mark.parametrize("command", ["finetune", "train", "generate", "evaluate"])
+def test_each_option_of_a_command_may_stand_in_a_file(command, folder):
+    left_out = {"help", "config", "prompt_file"}  # the last is not given with --prompt
+    known = [each for each in subparsers()[command]._actions if each.dest not in left_out]
+    wanted = vars(parse("", [command, *itertools.chain.from_iterable(map(arguments_of, known))]))
+    runs.note_run(folder / "own.toml", {each.dest: wanted[each.dest] for each in known}, {})
+    assert {each.dest for each in known} == set(tomllib.loads((folder / "own.toml").read_text())) - {"noted"}
+    found = vars(parse("", [command, "--config", "own.toml"]))
+    assert {each.dest: found[each.dest] for each in known} == {each.dest: wanted[each.dest] for each in known}
 
 
 def test_an_option_that_is_not_known_is_told_by_the_command(capsys):
@@ -111,6 +142,7 @@ def test_a_wrong_file_is_named(text, capsys):
         (["finetune"], "MODEL, --data, --output"),
         (["train", "--data", "d"], "CONFIG, --output"),
         (["finetune", "m", "--output", "o"], "--data"),
+        (["evaluate", "--data", "d"], "MODEL"),
     ],
 )
 def test_what_is_missing_is_named(arguments, missing, capsys):

@@ -81,6 +81,17 @@ def test_loss_perplexity_and_bits_per_byte(length, folder, data, tmp_path, capsy
     written = json.loads((tmp_path / "out.json").read_text())
     assert written["data"] == found["data"] and written["command"][0]
     assert written["tasks"] is None
+    assert (written["options"]["data"], written["options"]["sequence_length"]) == ([str(data)], length)
+
+
+def test_options_of_a_file_and_those_of_the_command_line_over_them(folder, data, tmp_path, capsys):
+    lines = f'model = "{folder}"', f'data = ["{data}"]', "sequence-length = 10", "batch_size = 2"
+    (tmp_path / "own.toml").write_text("\n".join(lines))
+    found = run(capsys, "--config", tmp_path / "own.toml")
+    np.testing.assert_allclose(found["data"][str(data)]["loss"], want_of(10)[0], rtol=1e-5)
+    assert (found["model"], found["adapter"], found["options"]["batch_size"]) == (str(folder), None, 2)
+    found = run(capsys, "--config", tmp_path / "own.toml", "--sequence-length", 64)
+    np.testing.assert_allclose(found["data"][str(data)]["loss"], want_of(64)[0], rtol=1e-5)
 
 
 def test_a_limit_draws_sequences(folder, data, capsys):
@@ -138,10 +149,16 @@ def test_a_package_that_tasks_lack_is_of_the_extra_for_tasks(folder, monkeypatch
 
 
 @pytest.mark.thorough
-def test_several_devices(folder, data):
-    options = ["--data", data, "--dtype", "float32", "--sequence-length", 64, "--batch-size", 4, "--json"]
-    split = ["--fsdp", 2, "--expert", 2]
-    printed = processes.run("-m", "jgg", "evaluate", folder, *options, *split, **processes.with_devices(4))
+@pytest.mark.parametrize(
+    ("count", "split"),
+    [
+        (4, ["--fsdp", 2, "--expert", 2]),
+        (8, ["--fsdp-splits", "features"]),  # by more devices than there are experts
+    ],
+)
+def test_several_devices(count, split, folder, data):
+    options = ["--data", data, "--dtype", "float32", "--sequence-length", 64, "--batch-size", count, "--json"]
+    printed = processes.run("-m", "jgg", "evaluate", folder, *options, *split, **processes.with_devices(count))
     got, (loss, bits, tokens) = json.loads(printed)["data"][str(data)], want_of()
     assert got["tokens"] == tokens
     np.testing.assert_allclose([got["loss"], got["bits_per_byte"]], [loss, bits], rtol=1e-5)

@@ -19,6 +19,7 @@ from jgg.cli import bench, demo
 from jgg.core.problem import DTYPES, W_LAYOUTS
 from jgg.core.quantized import E4M3
 from jgg.experts.exchange import EXCHANGES
+from jgg.experts.mesh import FSDP_SPLITS
 from jgg.launching import choice
 from jgg.measuring import workloads
 from jgg.models.parts import ALL_TARGETS, REMAT, TARGETS
@@ -99,6 +100,7 @@ def test_options_offer_what_jgg_has():
     assert targets.choices == ALL_TARGETS and tuple(targets.default) == TARGETS
     assert option("finetune", "--remat").choices == option("train", "--remat").choices == REMAT
     assert option("finetune", "--log-to").choices == TRACKERS
+    assert option("train", "--fsdp-splits").choices == option("evaluate", "--fsdp-splits").choices == FSDP_SPLITS
     assert option("train", "--exchange").choices == option("evaluate", "--exchange").choices == tuple(EXCHANGES)
 
 

@@ -2,7 +2,10 @@
 
 import json
 import math
+import os
 import shutil
+import signal
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +14,7 @@ import optax
 import pytest
 from flax import nnx
 
+import jgg.data
 import jgg.models
 from _jgg_command import main
 from tests.support.models import config_of, folder_with_tokenizer
@@ -84,6 +88,36 @@ def test_fine_tuning_goes_on_from_a_checkpoint(folder, capsys):
     with pytest.raises(SystemExit):
         run("finetune", *options, "--output", "x", "--seed", 1)
     assert "run has a run with other options: seed is 1, was 0" in capsys.readouterr().err
+
+
+@pytest.mark.thorough
+@pytest.mark.usefixtures("folder")
+def test_a_run_that_sigterm_stops_says_so_and_goes_on(capsys, monkeypatch):
+    options = "--steps", 6, "--lora-rank", 2, "--sequence-length", 12, "--batch-size", 1, "--checkpoints"
+    unbroken = losses(run("finetune", *options, "unbroken-run", "--output", "unbroken"))
+    of_step = jgg.data.Batches.of_step
+
+    def terminated(batches, step):
+        if step == 4:
+            signal.raise_signal(signal.SIGTERM)
+        return of_step(batches, step)
+
+    capsys.readouterr()
+    own = signal.signal(signal.SIGTERM, lambda *_: pytest.fail("nothing handled SIGTERM"))
+    try:
+        with monkeypatch.context() as patched, pytest.raises(SystemExit) as ended:
+            patched.setattr(jgg.data.Batches, "of_step", terminated)
+            run("finetune", *options, "run", "--output", "stopped")
+    finally:
+        signal.signal(signal.SIGTERM, own)
+    printed = capsys.readouterr()
+    assert ended.value.code == 143
+    assert printed.err == "jgg: stopped by SIGTERM after step 4; run the same command again to go on\n"
+    assert "step 4: loss" in printed.out and "wrote" not in printed.out and not os.path.exists("stopped")
+    assert losses(run("finetune", *options, "run", "--output", "stopped")) == unbroken
+    assert "goes on from step 4, " in capsys.readouterr().out
+    adapters = [Path(name, "adapter_model.safetensors").read_bytes() for name in ("unbroken", "stopped")]
+    assert adapters[0] == adapters[1]
 
 
 def mean_loss(rows, folder="model"):

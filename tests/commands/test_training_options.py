@@ -120,6 +120,7 @@ WRONG_TOGETHER = {
     "--process must be less than --processes 2, got 2": [
         *("--coordinator", "localhost:1", "--processes", "2", "--process", "2"),
     ],
+    "--fsdp-splits features needs several devices along --fsdp, got 1": ["--fsdp", "1", "--fsdp-splits", "features"],
     "--full needs --experts bfloat16, got fp8": ["--full", "--experts", "fp8"],
     "--optimizer muon needs --full": ["--optimizer", "muon"],
 }
@@ -356,12 +357,17 @@ def test_a_batch_is_what_devices_split(monkeypatch):
     monkeypatch.setattr(jax, "device_count", lambda: 6)
     monkeypatch.setattr(jax, "make_mesh", lambda *_, **__: None)
     monkeypatch.setattr(devices, "MoESharding", lambda _, **options: options)
-    own = {"exchange": "ragged_all_to_all", "buffer_factor": 1.5}
+    own = {"exchange": "ragged_all_to_all", "buffer_factor": 1.5, "fsdp_splits": "experts"}
     args = argparse.Namespace(fsdp=None, expert=2, batch_size=None, **own)
     assert devices.sharding_of(args, 12) == {"fsdp": "fsdp", "expert": "expert"} | own
     assert (args.fsdp, args.batch_size) == (3, 6)
-    with pytest.raises(UsageError, match="the model's 8 experts must be a multiple of the number of devices, got 6"):
+    wanted = "the model's 8 experts must be a multiple of the number of devices, got 6: .*, or take --fsdp-splits"
+    with pytest.raises(UsageError, match=wanted):
         devices.sharding_of(args, 8)
+    features = argparse.Namespace(**vars(args) | {"fsdp_splits": "features"})
+    assert devices.sharding_of(features, 8)["fsdp_splits"] == "features"
+    with pytest.raises(UsageError, match="the model's 9 experts must be a multiple of --expert, got 2"):
+        devices.sharding_of(features, 9)
     args.batch_size = 4
     with pytest.raises(UsageError, match="--batch-size must be a multiple of 6, the number of devices, got 4"):
         devices.sharding_of(args, 12)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import socket
 import time
@@ -70,6 +71,21 @@ def kill_one_after_a_checkpoint(folder, both):
             process.communicate()
 
 
+def stop_one_at_its_first_step(both):
+    """Sends SIGTERM to the second process alone; what each printed to stdout and stderr."""
+    try:
+        for line in both[0].stdout:
+            if line.startswith("step 1: "):
+                break
+        os.kill(both[1].pid, signal.SIGTERM)
+        printed = [process.communicate(timeout=500) for process in both]
+    finally:
+        for process in both:
+            process.kill()
+    assert [process.returncode for process in both] == [143, 143], printed
+    return printed
+
+
 def printed_by_both(both):
     try:
         return [processes.printed(process, 500) for process in both]
@@ -115,3 +131,20 @@ def test_a_run_of_two_processes_goes_on_when_one_was_killed(command, folder):
     assert losses(folder, "two") == pytest.approx(losses(folder, "one"), rel=tolerance)
     for name in WRITTEN[command]:
         assert (folder / "two" / name).stat().st_size == (folder / "one" / name).stat().st_size
+
+
+@pytest.mark.sweep
+def test_two_processes_stop_after_the_same_step_when_one_gets_sigterm(folder):
+    options = "--steps", 4000  # more than are made until JAX tells the processes, in a second or two
+    (told, errors), (_, other_errors) = stop_one_at_its_first_step(start_both(folder, "train", *options))
+    (stopped,) = re.findall("^jgg: stopped by SIGTERM after step ([0-9]+); run the same command", errors, re.M)
+    assert f"step {stopped}: loss" in told and "jgg: " not in other_errors  # the first alone tells
+    assert (folder / "run" / stopped).is_dir()
+    both = start_both(folder, "train", *options)
+    try:
+        line = next(line for line in both[0].stdout if line.startswith("goes on from step"))
+    finally:
+        for process in both:
+            process.kill()
+            process.communicate()
+    assert line.startswith(f"goes on from step {stopped}, ")

@@ -152,13 +152,30 @@ def test_a_parameter_that_is_not_finite_shows_in_the_loss():
         list(Trainer(Line(), optax.sgd(3e38), loss).fit(batch_of, 1))
 
 
-def test_a_damaged_checkpoint_is_named(tmp_path):
-    list(trainer().fit(batch_of, 2, checkpoints=tmp_path / "run"))
-    for path in (tmp_path / "run" / "2").rglob("*"):
+def damage(folder):
+    for path in folder.rglob("*"):
         if path.is_file():
             path.write_text("x")
-    with pytest.raises(TrainingError, match=r"checkpoints must have steps of this model, got .*run/2: "):
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    list(trainer().fit(batch_of, 2, checkpoints=tmp_path / "run"))
+    damage(tmp_path / "run" / "2")
+    with pytest.raises(TrainingError, match=r"checkpoints must have steps of this model, got .*run/2: ") as raised:
         list(trainer().fit(batch_of, 3, checkpoints=tmp_path / "run"))
+    assert "go on from" not in str(raised.value)
+
+
+def test_the_checkpoint_before_a_damaged_one_is_named_and_goes_on_once_that_is_moved(tmp_path):
+    options = {"checkpoints": tmp_path / "run", "save_every": 2, "every": (1,)}
+    wanted = [record.metrics["loss"] for record in trainer().fit(batch_of, 7, **options)]
+    damage(tmp_path / "run" / "7")
+    for _ in range(2):  # nothing was done about it
+        with pytest.raises(TrainingError, match=r"run/7: .*; if it is damaged, delete or move it and .* from step 6$"):
+            list(trainer().fit(batch_of, 8, **options))
+    (tmp_path / "run" / "7").rename(tmp_path / "7")
+    record, _ = trainer().fit(batch_of, 8, **options)
+    assert record.step == 7 and record.metrics["loss"] == wanted[-1]
 
 
 def test_checkpoints_that_are_no_folder_are_refused_before_a_step(tmp_path):

@@ -16,6 +16,7 @@ from jgg.cli.info import origin
 from jgg.cli.options import UsageError, import_with_extra
 from jgg.cli.output import Output
 from jgg.cli.training import devices
+from jgg.cli.training.folders import settings_of
 from jgg.models.loading import EXPERTS_BY_NAME
 
 _HEADINGS = ("data", "tokens", "loss", "perplexity", "bits per byte")
@@ -69,6 +70,7 @@ def _tell(args: argparse.Namespace, measured: dict[str, Measured], results: Any)
         return 0
     document = {
         **origin(),
+        "options": settings_of(args),
         "model": str(args.model),
         "adapter": args.adapter,
         "data": {file: each._asdict() for file, each in measured.items()},

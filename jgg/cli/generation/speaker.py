@@ -31,7 +31,7 @@ class Speaker:
 
     def __init__(self, args: argparse.Namespace) -> None:
         self._args, self._folder = args, model_folder(args.model)
-        self.adapter = getattr(args, "adapter", None)  # as an option of a file may give it
+        self.adapter = args.adapter
         check_adapter(self.adapter)
         self._model: jgg.models.Decoder | None = None
         self._config = jgg.models.model_config(jgg.hf.read_config(self._folder))

@@ -48,21 +48,33 @@ def split_of(args, num_experts: int) -> MoESharding | None:
     """
     devices = jax.device_count()
     args.fsdp = args.fsdp or max(1, devices // args.expert)
+    splits_features = args.fsdp_splits == "features"
+    if splits_features and args.fsdp == 1:
+        raise UsageError("--fsdp-splits features needs several devices along --fsdp, got 1")
     if args.fsdp * args.expert != devices:
         got = f"{args.fsdp} times {args.expert}"
         raise UsageError(f"--fsdp times --expert must be {devices}, the number of devices, got {got}")
     if args.batch_size is not None and args.batch_size % devices:
         raise UsageError(f"--batch-size must be a multiple of {devices}, the number of devices, got {args.batch_size}")
-    if num_experts % devices:
+    if splits_features and num_experts % args.expert:
+        raise UsageError(f"the model's {num_experts} experts must be a multiple of --expert, got {args.expert}")
+    if not splits_features and num_experts % devices:
         raise UsageError(
             f"the model's {num_experts} experts must be a multiple of the number of devices, got {devices}: let it see "
-            "fewer, such as by CUDA_VISIBLE_DEVICES"
+            "fewer, such as by CUDA_VISIBLE_DEVICES, or take --fsdp-splits features"
         )
     if devices == 1:
         return None
     shape = args.fsdp, args.expert
     mesh = jax.make_mesh(shape, ("fsdp", "expert"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
-    return MoESharding(mesh, fsdp="fsdp", expert="expert", exchange=args.exchange, buffer_factor=args.buffer_factor)
+    return MoESharding(
+        mesh,
+        fsdp="fsdp",
+        expert="expert",
+        fsdp_splits=args.fsdp_splits,
+        exchange=args.exchange,
+        buffer_factor=args.buffer_factor,
+    )
 
 
 def in_words(args) -> str:

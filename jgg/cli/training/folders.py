@@ -16,7 +16,8 @@ from jgg.train import runs
 
 # what a run that goes on from a checkpoint may change; its steps and the content of its data are noted
 FREE = frozenset(("data", "eval_data", "eval_every", "log_every", "log_to"))
-FREE |= frozenset(("steps", "epochs", "output", "checkpoints", "save_every", "remat", "fsdp", "expert", "exchange"))
+FREE |= frozenset(("steps", "epochs", "output", "checkpoints", "save_every", "remat"))
+FREE |= frozenset(("fsdp", "fsdp_splits", "expert", "exchange"))
 _NOTED = "run.toml"  # beside the checkpoints
 _NO_OPTIONS = {"command", "parser", "config", "quiet", "coordinator", "processes", "process"}
 
@@ -63,10 +64,10 @@ def settings_of(args) -> dict[str, Any]:
     values = {name: value for name, value in vars(args).items() if name not in _NO_OPTIONS}
     if os.path.exists(values["model"]):  # else it is a name on the Hub
         values["model"] = Path(values["model"]).resolve()
-    for name in ("data", "eval_data", "output", "checkpoints", "tokenizer"):
+    for name in ("data", "eval_data", "output", "checkpoints", "tokenizer", "adapter", "include_path"):
         value = values.get(name)
         if value is not None:
-            values[name] = [path.resolve() for path in value] if isinstance(value, list) else value.resolve()
+            values[name] = [path.resolve() for path in value] if isinstance(value, list) else Path(value).resolve()
     return values
 
 

@@ -1,5 +1,6 @@
 """Trains a model: the optimizer, the loop, its log, its lines and what is held out."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ import jgg.optim
 import jgg.train
 from jgg.cli.console import progress
 from jgg.cli.errors import enough_memory, writes
+from jgg.cli.options import TERMINATED
 from jgg.cli.training import devices, folders
 from jgg.cli.training.data import Data, counted, data_of
 from jgg.core.quantized import count_numbers
@@ -120,6 +122,10 @@ def fit(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> Decoder:
                 done = record.step
         except jgg.train.TrainingError as error:
             raise SystemExit(f"jgg: {error}") from error
+        except jgg.train.Preempted as stopped:
+            if is_first():
+                print(f"jgg: {stopped}; run the same command again to go on", file=sys.stderr)
+            raise SystemExit(TERMINATED) from stopped
         if done == 0:
             say(args, f"--checkpoints {args.checkpoints} has all {steps} steps already")
         return trainer.model

@@ -1,0 +1,71 @@
+"""Notices SIGTERM, by which schedulers and clouds announce that they take a machine back, so that a run can stop."""
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+
+class Preempted(RuntimeError):
+    """SIGTERM stopped a run before its last step, and the checkpoint of `step` is written.
+
+    Attributes:
+      step: number of the last step that was made; 0 if none was.
+    """
+
+    def __init__(self, step: int) -> None:
+        super().__init__(step)
+        self.step = step
+
+    def __str__(self) -> str:
+        return f"stopped by SIGTERM after step {self.step}"
+
+
+@contextlib.contextmanager
+def stop_notices(is_resumable: bool) -> Iterator[Callable[[int], bool]]:
+    """Yields a function that is asked after each step, by its number, whether the run stops after it.
+
+    Where JAX has connected several processes, it notices SIGTERM in any of them, and they agree on the step. In a
+    process alone, this context handles SIGTERM in the place of an earlier handler, which it puts back. SIGTERM keeps
+    its meaning where it is ignored, in other threads than the main one, and for runs that are not resumable.
+    """
+    if is_resumable and jax.distributed.is_initialized():
+        yield ocp.utils.reached_preemption
+        return
+    notice = _Notice()
+    if is_resumable and threading.current_thread() is threading.main_thread():
+        notice.replace_handler()
+    try:
+        yield lambda step: notice.is_given
+    finally:
+        notice.end()
+
+
+class _Notice:
+    """A handler of SIGTERM, which remembers the signal; after its end the signal goes to the handler before it."""
+
+    def __init__(self) -> None:
+        self.is_given = self._is_over = False
+        self._previous: Any = None
+
+    def replace_handler(self) -> None:
+        previous = signal.getsignal(signal.SIGTERM)
+        if previous not in (None, signal.SIG_IGN):  # None: it is not Python's, and could not be put back
+            self._previous = signal.signal(signal.SIGTERM, self)
+
+    def end(self) -> None:
+        self._is_over = True
+        handler: object = signal.getsignal(signal.SIGTERM)
+        if handler is self and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, self._previous)
+
+    def __call__(self, number: int, frame: FrameType | None) -> None:
+        if self._is_over:  # it could not be put back from another thread, or under the handler of another run
+            signal.signal(number, self._previous)
+            signal.raise_signal(number)
+        self.is_given = True
