@@ -56,7 +56,11 @@ def _replaced(parser: Parser, arguments: Sequence[str]) -> set[str]:
 def _arguments_in(path: str, parser: Parser) -> Iterator[str]:
     """The command line that a file stands for. Its tables, which say more of a run, are no options."""
     options = {action.dest: action for action in parser._actions}
-    content = {key.replace("-", "_"): (key, value) for key, value in _read(path, parser).items()}
+    read = _read(path, parser)
+    content = {key.replace("-", "_"): (key, value) for key, value in read.items()}
+    twice = next((key for key in read if key != content[key.replace("-", "_")][0]), None)
+    if twice is not None:
+        parser.error(f"{twice} must be given once, got {content[twice.replace('-', '_')][0]} too")
     places = _places(parser)
     for before, name in itertools.pairwise(places):
         if name in content and before not in content:
@@ -64,7 +68,7 @@ def _arguments_in(path: str, parser: Parser) -> Iterator[str]:
     in_order = sorted(content, key=lambda name: places.index(name) if name in places else len(places))
     for key, value in map(content.__getitem__, in_order):
         option = options.get(key.replace("-", "_"))
-        if isinstance(value, dict):
+        if isinstance(value, dict) and option is None:
             continue
         if option is None or option.dest in ("help", "config"):
             parser.error(f"{key} must be the name of an option, which jgg {_command(parser)} --help lists")
@@ -76,8 +80,10 @@ def _arguments_in(path: str, parser: Parser) -> Iterator[str]:
                 yield name if value else f"--no-{name.removeprefix('--')}"
         elif isinstance(option, argparse._AppendAction) and isinstance(value, list):
             yield from (f"{name}={each}" for each in value)
-        elif isinstance(value, list):
+        elif isinstance(value, list) and (option.nargs == "+" or len(value) == 1):
             yield from (name, *map(str, value)) if name else map(str, value)
+        elif isinstance(value, list | dict):
+            parser.error(f"argument {name or key}: must be one value, got {value}")
         else:
             yield f"{name}={value}" if name else str(value)
 

@@ -106,9 +106,13 @@ class Trainer:
         A run that is stopped and started again computes the bits of one that was not.
 
         With `checkpoints`, SIGTERM stops a run: the step that was begun is made and saved, its Record is yielded, and
-        once the checkpoint is written, Preempted is raised. After the last step a run ends as without SIGTERM. For
-        this, a handler takes the place of the one before, which is put back at the end, also where the caller stops
-        iterating. There is none in another thread than the main one, nor where SIGTERM is ignored.
+        once the checkpoint is written, Preempted is raised. For this, a handler takes the place of the one before,
+        which is put back at the end, also where the caller stops iterating. There is none in another thread than the
+        main one, nor where SIGTERM is ignored.
+
+        If SIGTERM came and the run ends without Preempted, because its last step was made, the caller stopped iterating
+        or there was an error, the handler before gets the signal. Where the program has none, SIGTERM ends the process
+        then, but not after the last step: what was trained can be written.
 
         Processes that `jax.distributed.initialize` has connected all stop after the same step if any of them gets
         SIGTERM, for which JAX has a handler from then on. A run that goes on from a checkpoint does not stop if SIGTERM

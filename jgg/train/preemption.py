@@ -31,8 +31,9 @@ def stop_notices(is_resumable: bool) -> Iterator[Callable[[int], bool]]:
     """Yields a function that is asked after each step, by its number, whether the run stops after it.
 
     Where JAX has connected several processes, it notices SIGTERM in any of them, and they agree on the step. In a
-    process alone, this context handles SIGTERM in the place of an earlier handler, which it puts back. SIGTERM keeps
-    its meaning where it is ignored, in other threads than the main one, and for runs that are not resumable.
+    process alone, this context handles SIGTERM in the place of an earlier handler, which it puts back. A signal that
+    does not end in Preempted goes to that handler then; only after the last step it does not end the process. SIGTERM
+    keeps its meaning where it is ignored, in other threads than the main one, and for runs that are not resumable.
     """
     if is_resumable and jax.distributed.is_initialized():
         yield ocp.utils.reached_preemption
@@ -40,10 +41,17 @@ def stop_notices(is_resumable: bool) -> Iterator[Callable[[int], bool]]:
     notice = _Notice()
     if is_resumable and threading.current_thread() is threading.main_thread():
         notice.replace_handler()
+    is_whole = False
     try:
         yield lambda step: notice.is_given
+        is_whole = True
+    except Preempted:
+        notice.is_given = False  # the caller is told
+        raise
     finally:
         notice.end()
+        if notice.is_given and not (is_whole and notice.previous is signal.SIG_DFL):
+            signal.raise_signal(signal.SIGTERM)
 
 
 class _Notice:
@@ -51,21 +59,21 @@ class _Notice:
 
     def __init__(self) -> None:
         self.is_given = self._is_over = False
-        self._previous: Any = None
+        self.previous: Any = None
 
     def replace_handler(self) -> None:
         previous = signal.getsignal(signal.SIGTERM)
         if previous not in (None, signal.SIG_IGN):  # None: it is not Python's, and could not be put back
-            self._previous = signal.signal(signal.SIGTERM, self)
+            self.previous = signal.signal(signal.SIGTERM, self)
 
     def end(self) -> None:
         self._is_over = True
         handler: object = signal.getsignal(signal.SIGTERM)
         if handler is self and threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, self._previous)
+            signal.signal(signal.SIGTERM, self.previous)
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
         if self._is_over:  # it could not be put back from another thread, or under the handler of another run
-            signal.signal(number, self._previous)
+            signal.signal(number, self.previous)
             signal.raise_signal(number)
         self.is_given = True

@@ -124,6 +124,10 @@ WRONG = {
     'config = "run.toml"': "config must be the name of an option",
     "steps =": "must be a TOML file: Invalid value",
     "targets = []": "argument --targets: expected at least one argument",
+    "seed = [1, 2]": "argument --seed: must be one value, got [1, 2]",
+    "seed = {a = 1}": "argument --seed: must be one value, got {'a': 1}",
+    "model = ['m', 'n']": "argument model: must be one value, got ['m', 'n']",
+    "lora-rank = 4\nlora_rank = 8": "lora-rank must be given once, got lora_rank too",
 }
 
 

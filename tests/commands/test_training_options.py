@@ -368,6 +368,9 @@ def test_a_batch_is_what_devices_split(monkeypatch):
     assert devices.sharding_of(features, 8)["fsdp_splits"] == "features"
     with pytest.raises(UsageError, match="the model's 9 experts must be a multiple of --expert, got 2"):
         devices.sharding_of(features, 9)
+    features.fsdp, features.expert = None, 4
+    with pytest.raises(UsageError, match="--fsdp times --expert must be 6, the number of devices, got 1 times 4"):
+        devices.sharding_of(features, 8)
     args.batch_size = 4
     with pytest.raises(UsageError, match="--batch-size must be a multiple of 6, the number of devices, got 4"):
         devices.sharding_of(args, 12)

@@ -8,6 +8,7 @@ import pytest
 
 from jgg.train import Preempted
 from tests.models.test_train import batch_of, trainer, values
+from tests.support import processes
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 
@@ -54,8 +55,9 @@ def test_a_run_stops_after_the_step_and_goes_on_to_the_same_bits(stop, tmp_path,
 def test_a_run_is_stopped_before_its_first_step_and_not_after_its_last(tmp_path, received):
     with pytest.raises(Preempted, match="after step 0"):
         list(trainer().fit(terminated_at(1), 3, checkpoints=tmp_path))
-    assert [record.step for record in trainer().fit(terminated_at(3), 3, checkpoints=tmp_path)] == [3]
     assert not received
+    assert [record.step for record in trainer().fit(terminated_at(3), 3, checkpoints=tmp_path)] == [3]
+    assert received == [signal.SIGTERM]  # nothing else tells the program
 
 
 def test_a_signal_while_the_caller_has_a_record_counts(tmp_path):
@@ -111,6 +113,42 @@ def test_the_handler_is_put_back_where_records_are_asked_for_no_longer(tmp_path,
     with pytest.raises(ZeroDivisionError):
         list(trainer().fit(lambda step: 1 / 0, 3, checkpoints=tmp_path))
     assert signal.getsignal(signal.SIGTERM) is own and not received
+
+
+def test_a_signal_goes_to_the_handler_before_where_the_run_is_given_up(tmp_path, received):
+    for record in trainer().fit(terminated_at(2), 9, every=(1,), checkpoints=tmp_path / "left"):
+        if record.step == 2:
+            break
+    assert received == [signal.SIGTERM]
+
+    def failing(step):
+        terminated_at(2)(step)
+        return batch_of(step) if step < 2 else 1 / 0
+
+    with pytest.raises(ZeroDivisionError):
+        list(trainer().fit(failing, 9, checkpoints=tmp_path / "wrong"))
+    assert received == [signal.SIGTERM] * 2
+
+
+_PROGRAM = """
+import sys
+from tests.models.test_preemption import terminated_at
+from tests.models.test_train import trainer
+
+steps, left_at = map(int, sys.argv[2:])
+for record in trainer().fit(terminated_at(3), steps, every=(1,), checkpoints=sys.argv[1]):
+    if record.step == left_at:
+        break
+print("goes on")
+"""
+
+
+@pytest.mark.parametrize(("steps", "left_at", "code"), [(4, 3, -signal.SIGTERM), (3, 4, 0)])
+def test_a_program_without_a_handler_goes_on_after_the_last_step_alone(steps, left_at, code, tmp_path):
+    process = processes.start("-c", _PROGRAM, tmp_path / "run", steps, left_at)
+    out, errors = process.communicate(timeout=300)
+    assert (process.returncode, out) == (code, "" if code else "goes on\n"), errors
+    assert (tmp_path / "run" / "3").is_dir()
 
 
 def test_where_the_handler_cannot_be_put_back_signals_go_to_the_one_before(tmp_path, received):

@@ -49,11 +49,11 @@ def split_of(args, num_experts: int) -> MoESharding | None:
     devices = jax.device_count()
     args.fsdp = args.fsdp or max(1, devices // args.expert)
     splits_features = args.fsdp_splits == "features"
-    if splits_features and args.fsdp == 1:
-        raise UsageError("--fsdp-splits features needs several devices along --fsdp, got 1")
     if args.fsdp * args.expert != devices:
         got = f"{args.fsdp} times {args.expert}"
         raise UsageError(f"--fsdp times --expert must be {devices}, the number of devices, got {got}")
+    if splits_features and args.fsdp == 1:
+        raise UsageError("--fsdp-splits features needs several devices along --fsdp, got 1")
     if args.batch_size is not None and args.batch_size % devices:
         raise UsageError(f"--batch-size must be a multiple of {devices}, the number of devices, got {args.batch_size}")
     if splits_features and num_experts % args.expert:
