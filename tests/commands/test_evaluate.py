@@ -199,19 +199,19 @@ class TestTasks:
         write_task(tmp_path / "tasks", "jgg_words", tmp_path / "texts.jsonl", **TASK)
         return [folder, "--include-path", tmp_path / "tasks"]
 
-    def test_a_task(self, options, capsys):
-        found = run(capsys, *options, "--tasks", "jgg_words", "--quiet")
+    def test_a_task(self, options, capfd, tmp_path, monkeypatch):
+        """Quietly: the table alone is printed."""
+        monkeypatch.chdir(tmp_path)  # where git finds no repository
+        options += ["--tasks", "jgg_words", "--dtype", "float32", "--output", "out.json", "--quiet"]
+        assert main(["evaluate", *map(str, options)]) == 0
+        told = capfd.readouterr()
+        assert "jgg_words" in told.out
+        assert "fatal" not in told.err and "%|" not in told.err
+        found = json.loads((tmp_path / "out.json").read_text())
         mean = sum(losses_of(text).sum() for text in TEXTS) / 35
         got = found["tasks"]["results"]["jgg_words"]["word_perplexity,none"]
         np.testing.assert_allclose(got, math.exp(mean), rtol=1e-5)
         assert found["data"] == {}
-
-    def test_quiet_prints_the_table_alone(self, options, capfd, tmp_path, monkeypatch):
-        monkeypatch.chdir(tmp_path)  # where git finds no repository
-        assert main(["evaluate", *map(str, options), "--tasks", "jgg_words", "--quiet"]) == 0
-        told = capfd.readouterr()
-        assert "jgg_words" in told.out
-        assert "fatal" not in told.err and "%|" not in told.err
 
     @pytest.mark.sweep
     def test_unknown_tasks_are_refused(self, options, capsys):

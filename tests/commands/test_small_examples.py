@@ -41,7 +41,10 @@ def main(capsys):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("name", "ratio"), [("jit_model", 0.6), ("flax_nnx", 0.01), ("flax_linen", 0.01)])
+@pytest.mark.parametrize(
+    ("name", "ratio"),
+    [("jit_model", 0.6), ("flax_nnx", 0.01), pytest.param("flax_linen", 0.01, marks=pytest.mark.sweep)],
+)
 def test_training(name, ratio, main):
     losses = [float(loss) for loss in re.findall(LOSSES, main(name))]
     assert len(losses) >= 5
@@ -81,7 +84,7 @@ def test_expert_parallelism():
         assert (int(dropped) == 0) == (float(difference) < 1e-5) == ("all" in room)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_generate(main, tmp_path):
     folder = folder_with_tokenizer("qwen3_moe", tmp_path / "model")
     adapter, model = str(ROOT / "tests/data/model_adapters/qwen3_moe"), jgg.models.load(folder)

@@ -67,24 +67,18 @@ def losses(lines):
 def test_fine_tuning_goes_on_from_a_checkpoint(folder, capsys):
     options = "--steps", 24, "--save-every", 12, "--checkpoints", "run", "--lora-rank", 2
     options += "--sequence-length", 12, "--batch-size", 1, "--accumulate", 2, "--learning-rate", 2e-2
-    unbroken = losses(run("finetune", *options, "--output", "unbroken"))
+    unbroken = losses(run("finetune", *options, "--output", "out"))
     assert list(unbroken) == list(range(1, 25))
+    adapter = (folder.parent / "out/adapter_model.safetensors").read_bytes()
     shutil.rmtree(folder.parent / "run" / "24")
-    assert losses(run("finetune", *options, "--output", "resumed")) == {s: unbroken[s] for s in range(13, 25)}
-    adapters = [(folder.parent / name / "adapter_model.safetensors").read_bytes() for name in ("unbroken", "resumed")]
-    assert adapters[0] == adapters[1]
-    # the log of the run that was stopped goes on in its own file
-    shutil.rmtree(folder.parent / "run" / "24")
-    assert losses(run("finetune", *options, "--output", "unbroken")) == unbroken
+    # in its own log too
+    assert losses(run("finetune", *options, "--output", "out")) == unbroken
+    assert (folder.parent / "out/adapter_model.safetensors").read_bytes() == adapter
     model = jgg.models.load(folder)
-    jgg.models.load_adapter(model, "resumed")
+    jgg.models.load_adapter(model, "out")
     prompt, completion = PAIRS[0]
     assert jgg.models.generate(model, [prompt], len(completion) + 1).tolist() == [[*completion, 1]]
-    assert json.loads((folder.parent / "resumed/generation_config.json").read_text()) == {"eos_token_id": [1, 2]}
-    (folder / "generation_config.json").unlink()  # the adapter's says what ends a text
-    capsys.readouterr()
-    assert main(["generate", "model", "resumed", "--prompt", words(prompt), "--max-new-tokens", "8"]) == 0
-    assert capsys.readouterr().out.split() == words(completion).split()
+    assert json.loads((folder.parent / "out/generation_config.json").read_text()) == {"eos_token_id": [1, 2]}
     with pytest.raises(SystemExit):
         run("finetune", *options, "--output", "x", "--seed", 1)
     assert "run has a run with other options: seed is 1, was 0" in capsys.readouterr().err
@@ -123,11 +117,13 @@ def test_a_run_that_sigterm_stops_says_so_and_goes_on(capsys, monkeypatch):
 def mean_loss(rows, folder="model"):
     """The mean loss of the tokens that are learned, by whole logits."""
     examples = [(prompt, [*prompt, *completion, 1]) for prompt, completion in rows]
-    padded = np.array([tokens + [0] * (11 - len(tokens)) for _, tokens in examples])
+    padded = np.zeros((4, 11), np.int32)  # one shape for one program
+    for row, (_, tokens) in enumerate(examples):
+        padded[row, : len(tokens)] = tokens
     logits = nnx.jit(lambda model, tokens: model(tokens))(jgg.models.load(folder), padded[:, :-1])
     losses = np.asarray(optax.softmax_cross_entropy_with_integer_labels(logits, padded[:, 1:]))
     own = [
-        row[max(len(prompt) - 1, 0) : len(tokens) - 1] for row, (prompt, tokens) in zip(losses, examples, strict=True)
+        row[max(len(prompt) - 1, 0) : len(tokens) - 1] for row, (prompt, tokens) in zip(losses, examples, strict=False)
     ]
     return float(np.mean(np.concatenate(own)))
 
@@ -207,13 +203,11 @@ def test_a_new_model_is_trained_and_saved_with_its_tokenizer(folder):
     model = jgg.models.load("out", dtype=jnp.float32)
     assert jgg.models.generate(model, [[5, 6, 7]], 5).tolist() == [[8, 9, 10, 11, 12]]
     assert (folder.parent / "out/tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
-    assert main(["train", "--config", "out.toml", "--steps", "1", "--output", "again", "--quiet"]) == 0
-    with open("again.jsonl") as file:
-        assert json.loads(file.readline())["loss"] == pytest.approx(lines[0]["loss"], rel=1e-6)
     by_muon = "--config", "out.toml", "--optimizer", "muon", "--output", "by_muon", "--quiet"
     assert main(["train", *by_muon]) == 0
     with open("by_muon.jsonl") as file:
-        assert [json.loads(line)["loss"] for line in file][-1] < lines[0]["loss"] / 2
+        first, *_, last = (json.loads(line)["loss"] for line in file)
+    assert first == pytest.approx(lines[0]["loss"], rel=1e-6) and last < first / 2
 
 
 @pytest.mark.gpu

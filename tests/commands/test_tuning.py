@@ -17,6 +17,7 @@ from jgg.configs.heuristic import heuristic_config
 from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.core.gpu_target import Target
 from jgg.measuring.workloads import gemm, load_layers
+from tests.support.marks import thorough_but
 from tests.support.tuned_entries import HOPPER, SIZES, chosen
 
 pytestmark = pytest.mark.usefixtures("own_file")
@@ -26,7 +27,7 @@ TINY = {"num_rows": 48, "in_features": 32, "out_features": 48, "num_experts": 3,
 
 @pytest.mark.thorough
 @pytest.mark.interpret
-@pytest.mark.parametrize("op", CONFIG_TYPES)
+@pytest.mark.parametrize("op", thorough_but(("forward",), CONFIG_TYPES.keys(), pytest.mark.sweep))
 def test_search(op, own_file):
     trials = []
     found = tuning.tune_op(op, gemm(**TINY), own_file, "interpret", trials.append)

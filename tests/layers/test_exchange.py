@@ -14,7 +14,7 @@ from jgg.experts.moves import _cut
 from jgg.layers import MoELayer
 from jgg.sharding import MoESharding, sharded_moe_mlp
 from tests.support.closeness import assert_close
-from tests.support.marks import EVERYWHERE
+from tests.support.marks import RARELY_INTERPRETED
 from tests.support.passes import forward_and_backward
 from tests.support.sharded_cases import CASES, SEVERAL_GPUS, assert_case_is_right, make, need_gpus
 
@@ -57,7 +57,7 @@ def test_a_token_is_sent_once_to_each_device_if_there_is_room(factor, rows):
 
 
 @pytest.mark.parametrize(("biased", "quantization"), [(True, None), (False, jgg.Fp8())])
-@EVERYWHERE
+@RARELY_INTERPRETED
 def test_tokens_in_expert_order_need_no_indices(implementation, biased, quantization):
     """The same as with indices that name each row in turn; NaN of a row of no group reaches nothing."""
     rng = np.random.default_rng(0)

@@ -8,7 +8,7 @@ import pytest
 import jgg
 from tests.support import moe_oracle
 from tests.support.closeness import assert_close, distance
-from tests.support.marks import EVERYWHERE, TRITON, on, thorough_but
+from tests.support.marks import RARELY_INTERPRETED, TRITON, on, thorough_but
 from tests.support.moe_runs import forward, indices_of
 from tests.support.passes import forward_and_backward
 
@@ -42,7 +42,7 @@ def merged(arrays, low_rank, w_layout):
     return arrays | weights
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 @pytest.mark.parametrize(
     ("w_layout", "biased", "rank", "terms", "activation"),
     [

@@ -143,7 +143,7 @@ def test_as_with_merged_weights(options):
     jax.tree.map(np.testing.assert_array_equal, params_of(layer), function.merge_adapters(params))
 
 
-@pytest.mark.parametrize("quantization", [None, jgg.Fp8()])
+@pytest.mark.parametrize("quantization", [None, pytest.param(jgg.Fp8(), marks=pytest.mark.sweep)])
 def test_adapters_beside_experts_in_fp8(quantization):
     layer, dense = (make_trained(quantization=each) for each in (quantization, None))
     quantize(layer)
@@ -159,7 +159,7 @@ def test_adapters_beside_experts_in_fp8(quantization):
     assert np.any(layer.w_down_lora_b[...])
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_gradients_in_float32_beside_bfloat16():
     """Of adapters: from the float32 sums, in NNX and Linen."""
     layer, exact = make_trained(**BFLOAT16), make_trained()

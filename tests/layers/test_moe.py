@@ -10,7 +10,7 @@ import pytest
 import jgg
 from tests.support import oracle
 from tests.support.closeness import assert_close
-from tests.support.marks import EVERYWHERE, PLAIN_JAX, TRITON, on, thorough_but
+from tests.support.marks import EVERYWHERE, PLAIN_JAX, RARELY_INTERPRETED, TRITON, on, thorough_but
 from tests.support.moe_oracle import DATA, FUNCTIONS, expected, make
 from tests.support.moe_runs import forward, indices_of, run
 
@@ -49,7 +49,7 @@ def test_activation(activation, implementation):
     assert_right(implementation, activation)
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 def test_gate_and_up_in_turns(implementation):
     assert_right(implementation, "clamped_swiglu", interleaved=True)
 
@@ -76,13 +76,13 @@ CASES = {
 QUICK_CASES = "one token", "no token", "features of no block"
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 @pytest.mark.parametrize("case", thorough_but(QUICK_CASES, CASES, pytest.mark.sweep))
 def test_case(case, implementation):
     assert_right(implementation, biased=True, **case)
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 @pytest.mark.parametrize(("biased", "w_layout"), [(True, "ekn"), pytest.param(False, "enk", marks=pytest.mark.sweep)])
 def test_fewer_rows_than_choices(biased, w_layout, implementation):
     """With two rows to spare, of choices without an expert."""
@@ -111,7 +111,7 @@ def test_sizes_of_the_warp_specialized_kernel(num_rows, biased, w_layout):
     )
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 def test_no_experts(implementation):
     floats, chosen, dy = make(biased=True, experts=0, chosen=np.zeros((13, 2)))
     y, gradients = run(floats, chosen, dy, implementation)
@@ -119,7 +119,7 @@ def test_no_experts(implementation):
         np.testing.assert_array_equal(array, np.zeros_like(like))
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 def test_nan_of_a_token_stays_there(implementation):
     floats, chosen, dy = make(biased=True)
     clean, _ = run(floats, chosen, dy, implementation)

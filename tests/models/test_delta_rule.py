@@ -21,7 +21,7 @@ SIZES = {
     "one token": (3, 1, 2, 4, 8, 8),
     "none": (2, 0, 1, 2, 4, 4),
 }
-QUICK = "chunks with", "odd with", "short without", "one token with", "none without"
+QUICK = "chunks with", "one chunk without", "odd with", "short without", "one token with", "none without"
 CASES = {f"{name} {'with' if resets else 'without'}": (name, resets) for name in SIZES for resets in (True, False)}
 
 
@@ -112,7 +112,7 @@ def run_and_gradients(arrays, resets, dy, d_state, implementation):
 @on("xla", INTERPRET, TRITON)
 @pytest.mark.parametrize(
     ("name", "has_resets"),
-    [pytest.param(*case, id=name, marks=[pytest.mark.thorough] * (name not in QUICK)) for name, case in CASES.items()],
+    [pytest.param(*case, id=name, marks=[pytest.mark.sweep] * (name not in QUICK)) for name, case in CASES.items()],
 )
 def test_delta_rule(name, has_resets, implementation):
     size = SIZES[name]
@@ -134,7 +134,7 @@ def test_delta_rule(name, has_resets, implementation):
     [
         pytest.param(SIZES["chunks"], id="few"),
         pytest.param((2, 300, 2, 4, 128, 128), id="many", marks=pytest.mark.sweep),
-        pytest.param(SIZES["odd"], id="odd"),
+        pytest.param(SIZES["odd"], id="odd", marks=pytest.mark.sweep),
     ],
 )
 def test_in_16_bits(size, implementation, dtype, tolerance):

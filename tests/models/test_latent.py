@@ -50,6 +50,7 @@ def test_the_kernel_decodes_as_transformers_does():
     np.testing.assert_array_equal(got, expected["greedy"][1:2, :3])
 
 
+@pytest.mark.sweep
 def test_prompts_in_chunks_with_several_samples_go_on_as_by_transformers():
     expected, model = reference("deepseek_v3"), loaded("deepseek_v3")
     got = jgg.models.generate(model, expected["prompts"], 6, lengths=LENGTHS, prefill_chunk=4, num_samples=2)

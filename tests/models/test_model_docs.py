@@ -41,7 +41,7 @@ def test_samples_have_details(tmp_path):
     np.testing.assert_allclose(-names["losses"][new], names["rows"].log_probabilities[new], atol=0.1)  # bfloat16
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_text_is_generated(tmp_path, capsys):
     folder_with_tokenizer("qwen3_moe", tmp_path / "model")
     names = names_of_generating("As it comes")

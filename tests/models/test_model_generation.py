@@ -10,12 +10,13 @@ import pytest
 from flax import nnx
 
 import jgg.models
+from tests.support.marks import thorough_but
 from tests.support.models import FAMILIES, FEW_FAMILIES, loaded, logits_of, reference
 
 LENGTHS = np.array([1, 5, 9])  # of the prompts in the reference data
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", thorough_but(("qwen3_moe", "gpt_oss", "glm4_moe"), FAMILIES, pytest.mark.sweep))
 def test_greedy_tokens_are_those_of_transformers(family):
     expected = reference(family)
     model = loaded(family)

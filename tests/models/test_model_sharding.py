@@ -14,7 +14,7 @@ from jgg.models.placement import spec_of
 from jgg.sharding import MoESharding
 from jgg.train.loop import num_gathering
 from tests.support import processes
-from tests.support.models import config_of, loaded
+from tests.support.models import config_of, loaded, logits_of
 from tests.support.sharded_cases import SEVERAL_GPUS, need_gpus
 
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
@@ -49,8 +49,8 @@ def test_all_but_experts_is_split_along_the_first_axis_that_divides():
 def test_a_mesh_of_one_device_changes_nothing():
     mesh = jax.make_mesh((1,), ("a",), axis_types=(AUTO,))
     tokens = np.arange(12).reshape(2, 6)
-    got = loaded("qwen3_moe", sharding=MoESharding(mesh, fsdp="a"))(tokens)
-    np.testing.assert_allclose(got, loaded("qwen3_moe")(tokens), rtol=0, atol=1e-5)
+    got = logits_of(loaded("qwen3_moe", sharding=MoESharding(mesh, fsdp="a")), tokens)
+    np.testing.assert_allclose(got, logits_of(loaded("qwen3_moe"), tokens), rtol=0, atol=1e-5)
 
 
 def test_with_batch_invariant_kernels_compute_each_devices_sequences():

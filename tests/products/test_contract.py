@@ -25,6 +25,7 @@ from tests.support.cases import (
     make_data,
 )
 from tests.support.comparison import OUTPUTS, assert_matches, assert_right, oracle_arguments, run, small_configs
+from tests.support.marks import thorough_but
 from tests.support.passes import forward_and_backward
 
 
@@ -84,8 +85,13 @@ def test_case_of_shapes(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 
 
+INTERPRETED = "features-17-to-96-enk", "features-96-to-17-ekn", "features-727-to-96-enk"
+
+
 @parametrize(thoroughly_on("interpret", FLOAT16))
-@named(FEATURES[:7])
+@pytest.mark.parametrize(
+    "case", thorough_but(INTERPRETED, {case.name: case for case in FEATURES[:7]}, pytest.mark.sweep)
+)
 def test_case_of_shapes_interpreted(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 
@@ -108,7 +114,7 @@ def test_every_option(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 
 
-@parametrize(thoroughly_on("interpret", FLOAT16), on("triton", HIGHEST, FLOAT16))
+@parametrize(rarely_on("interpret", FLOAT16), on("triton", HIGHEST, FLOAT16))
 @named(OPTIONS_HALVES[1])
 def test_every_option_in_the_other_layout(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
@@ -116,7 +122,7 @@ def test_every_option_in_the_other_layout(case, implementation, dtype, precision
 
 @parametrize(
     on("xla", FLOAT32),
-    thoroughly_on("xla", BFLOAT16),
+    rarely_on("xla", BFLOAT16),
     on("interpret", FLOAT32),
     on("triton", HIGHEST, FLOAT16, BFLOAT16),
 )
@@ -151,8 +157,14 @@ KERNEL_CONFIGS = {
 
 
 @parametrize(thoroughly_on("interpret", FLOAT16), on("triton", FLOAT16))
-@pytest.mark.parametrize("w_layout", ["enk", "ekn"])
-@pytest.mark.parametrize("configs", KERNEL_CONFIGS.values(), ids=KERNEL_CONFIGS.keys())
+@pytest.mark.parametrize(
+    ("configs", "w_layout"),
+    [
+        pytest.param(configs, w_layout, id=f"{name}-{w_layout}", marks=[pytest.mark.sweep] * ((i + j) % 2))
+        for i, (name, configs) in enumerate(KERNEL_CONFIGS.items())
+        for j, w_layout in enumerate(("enk", "ekn"))
+    ],
+)
 def test_kernel_configs(configs, w_layout, implementation, dtype, precision):
     # rows of multiples of 16 bytes, so that TMA can be used; several tiles in each direction
     case = Case("kernel-configs", (19, 0, 1, 34), 60, 40, 48, w_layout=w_layout, poison="tail")

@@ -2,7 +2,7 @@
 
 Takes the compute capability as its argument and a folder in JAX_TRITON_DUMP_DIR, where jax-triton dumps the kernels.
 It lowers what the heuristic chooses and the cases of `layer_kernels`, with --all after it those that differ little from
-others too, or the configurations of the tuned files named after it.
+others too, with --few a part of what the heuristic chooses, or the configurations of the tuned files named after it.
 Each line printed is a JSON object: a kernel with the problem that it was compiled for, its bytes of shared memory, the
 bytes that it spills to memory and its kinds of stores.
 """
@@ -169,15 +169,18 @@ def assemble(folder, compute_capability):
     return {"kernel": ptx.stem, "shared_memory": shared_memory, "spills": sum(map(int, spills)), "stores": stores}
 
 
-def heuristic_kernels(compute_capability, takes_all):
-    """(what a kernel is for, the function that lowers it) of each configuration of the heuristic."""
+def heuristic_kernels(compute_capability, takes_all, most=None):
+    """(what a kernel is for, the function that lowers it) of each configuration of the heuristic.
+
+    With `most`, of those problems of a dtype that have most of its configurations.
+    """
     target = current_target()
     for dtype, precision in MODES:
         if dtype == "float32" and not takes_all:
             continue
         if dtype == "float32" and (compute_capability == 80 or (precision == "highest" and compute_capability > 89)):
             continue  # the same kernels are compiled for 8.9, where less shared memory must be enough for them
-        for problem, products in problems_to_lower(target, (dtype, precision)):
+        for problem, products in itertools.islice(problems_to_lower(target, (dtype, precision)), most):
             what = [*problem, dtype, precision]
             yield what, functools.partial(lower_product, problem, dtype, precision, products)
 
@@ -197,11 +200,12 @@ def tuned_kernels(path):
 def main():
     compute_capability = int(sys.argv[1])
     dumped = Path(os.environ["JAX_TRITON_DUMP_DIR"])
-    takes_all = "--all" in sys.argv[2:]
-    leave_out_repeated_kernels(len(sys.argv) > 2)
-    kernels = [tuned_kernels(Path(file)) for file in sys.argv[2:] if not takes_all]
+    takes_all, most = "--all" in sys.argv, 4 if "--few" in sys.argv else None
+    files = [Path(file) for file in sys.argv[2:] if not file.startswith("--")]
+    leave_out_repeated_kernels(takes_all or len(files) > 0)
+    kernels = [*map(tuned_kernels, files)]
     if not kernels:
-        kernels = [heuristic_kernels(compute_capability, takes_all), layer_kernels(compute_capability, takes_all)]
+        kernels = [heuristic_kernels(compute_capability, takes_all, most), layer_kernels(compute_capability, takes_all)]
     with jgg.target(compute_capability):
         for problem, lower_it in itertools.chain.from_iterable(kernels):
             before = set(dumped.iterdir())

@@ -45,13 +45,15 @@ def examples(count):
 def on(implementation, count, fits=lambda number: True):
     """(implementation, number) for the first `count` numbers that fit, or in the thorough profile for more.
 
-    The later half of them are thorough tests, and so are all that are interpreted.
+    The later half of them are left to the sweep; the others are thorough tests where they are interpreted.
     """
     marks = {"interpret": (pytest.mark.interpret,), "triton": (pytest.mark.gpu,)}.get(implementation, ())
     fitting = filter(fits, itertools.count())
     for index, number in enumerate(itertools.islice(fitting, 10 * count if _is_thorough() else count)):
-        if index == -(-count // 2) or (index == 0 and implementation == "interpret"):
+        if index == 0 and implementation == "interpret":
             marks += (pytest.mark.thorough,)
+        if index == -(-count // 2):
+            marks += (pytest.mark.sweep,)
         yield pytest.param(implementation, number, id=f"{implementation or 'default'}-{number}", marks=marks)
 
 

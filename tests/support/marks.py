@@ -5,6 +5,8 @@ import pytest
 # JAX transforms its own operations here, which few changes can break; tests/products/test_contract.py has it in CI too
 PLAIN_JAX = pytest.param("xla", marks=pytest.mark.sweep)
 INTERPRET = pytest.param("interpret", marks=pytest.mark.interpret)
+# of a transformation or a layer of products that tests/products and test_generated_layer.py interpret in CI
+RARELY_INTERPRET = pytest.param("interpret", marks=[pytest.mark.interpret, pytest.mark.sweep])
 TRITON = pytest.param("triton", marks=pytest.mark.gpu)
 
 
@@ -14,6 +16,7 @@ def on(*implementations):
 
 
 EVERYWHERE = on(None, PLAIN_JAX, INTERPRET, TRITON)
+RARELY_INTERPRETED = on(None, PLAIN_JAX, RARELY_INTERPRET, TRITON)
 KERNELS = on(INTERPRET, TRITON)
 
 

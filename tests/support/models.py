@@ -20,7 +20,7 @@ FAMILIES = ("qwen3_moe", "mixtral", "olmoe", "gpt_oss", "granitemoe", "glm4_moe"
 # tests/models/test_families.py has what is tested of the others that have a folder
 MORE_FAMILIES = tuple(sorted(path.name for path in DATA.iterdir() if path.name not in FAMILIES))
 # those with a mixer, a router or an MLP of their own; the others have other settings of the same parts
-OWN_PARTS = "deepseek_v3", "gemma4_text", "granitemoehybrid", "llama4", "qwen2_moe", "qwen3_next"
+OWN_PARTS = "deepseek_v3", "gemma4_text", "granitemoehybrid", "llama4", "qwen3_next"
 # for tests of what hardly differs between families
 FEW_FAMILIES = tuple(
     family if family == "glm4_moe" else pytest.param(family, marks=pytest.mark.sweep)
@@ -64,9 +64,10 @@ def changed(folder, family="qwen3_moe", drop=(), **tensors):
     return folder
 
 
-def with_mxfp4(folder):
-    """A folder of gpt-oss with random experts in MXFP4."""
-    config = config_of("gpt_oss") | {"intermediate_size": 32, "quantization_config": {"quant_method": "mxfp4"}}
+def with_mxfp4(folder, **changes):
+    """A folder of gpt-oss with random experts in MXFP4, and changes of its config.json."""
+    changes |= {"intermediate_size": 32, "quantization_config": {"quant_method": "mxfp4"}}
+    config = config_of("gpt_oss") | changes
     model = jgg.models.Decoder(jgg.models.model_config(config), param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
     jgg.models.save(model, folder)
     (folder / "config.json").write_text(jgg.models.model_config(config).source)

@@ -123,8 +123,16 @@ def write_groups(items) -> None:
     pytest-xdist 3.8 writes it into the test's id, which pytest 9.2 does not take.
     """
     if os.environ.get("PYTEST_XDIST_WORKER") == "gw0":
-        marks = {item.nodeid: item.get_closest_marker("xdist_group") for item in items}
-        _GROUPS.write_text(json.dumps({nodeid: mark.args[0] for nodeid, mark in marks.items() if mark}))
+        groups = {item.nodeid: _group_of(item) for item in items}
+        _GROUPS.write_text(json.dumps({nodeid: group for nodeid, group in groups.items() if group}))
+
+
+def _group_of(item):
+    """That of its mark, or its file, whose tests share what they compile; None for one that takes long or a GPU."""
+    if mark := item.get_closest_marker("xdist_group"):
+        return mark.args[0]
+    is_alone = any(map(item.get_closest_marker, ("thorough", "gpu")))
+    return None if is_alone else item.nodeid.partition("::")[0]
 
 
 class Scheduler(LoadGroupScheduling):

@@ -12,7 +12,7 @@ from tests.support import oracle, processes
 from tests.support.cases import Case, make_data
 from tests.support.closeness import assert_close, distance
 from tests.support.comparison import oracle_arguments
-from tests.support.marks import EVERYWHERE, TRITON, on
+from tests.support.marks import RARELY_INTERPRETED, TRITON, on
 from tests.support.passes import forward_and_backward
 from tests.support.transforms import NAMES, WITH_EVERYTHING, differentiable
 
@@ -22,7 +22,7 @@ def expected_gradients(case, data, dy):
     return {name: g for name, g in zip(NAMES, gradients, strict=True) if g is not None}
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 @pytest.mark.parametrize("permute_x", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.sweep)])
 def test_gradient_of_a_wider_result(dtype, permute_x, implementation):
@@ -64,7 +64,7 @@ def test_gradient_of_a_wider_result(dtype, permute_x, implementation):
         assert error <= 1.05 * bound, (name, error, bound)
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 @pytest.mark.parametrize("name", NAMES)
 def test_gradient_of_one_argument(name, implementation):
     function, arrays, data = differentiable(WITH_EVERYTHING, implementation)
@@ -77,7 +77,7 @@ def test_gradient_of_one_argument(name, implementation):
     assert_close(gradient(arrays[name])[0], expected_gradients(WITH_EVERYTHING, data, data.dy)[name])
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 def test_checkpoint_saves_what_a_policy_names(implementation, capsys):
     function, arrays, data = differentiable(WITH_EVERYTHING, implementation)
 
@@ -143,7 +143,7 @@ def test_offload_what_a_policy_names(implementation):
         assert f"f32<host>[{','.join(map(str, (layers, *shape)))}]" in str(jax.make_jaxpr(offloading)(weights, x))
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 def test_scan_over_layers(implementation):
     case = Case("layer", (3, 0, 6, 1), num_rows=12, in_features=4, out_features=4)
     layers = [make_data(case, "float32", seed) for seed in range(3)]
@@ -168,7 +168,7 @@ def test_scan_over_layers(implementation):
     assert_close(dx, dy)
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 def test_donated_rows(implementation):
     case = Case("donation", (13, 0, 6, 1), num_rows=24, in_features=16, out_features=16)
     function, arrays, data = differentiable(case, implementation)
@@ -180,7 +180,13 @@ def test_donated_rows(implementation):
 
 
 @pytest.mark.thorough
-@pytest.mark.interpret
-def test_over_several_devices():
+@pytest.mark.parametrize(
+    "implementations",
+    [
+        pytest.param(("None", "interpret"), marks=pytest.mark.interpret, id="kernels"),
+        pytest.param(("xla",), marks=pytest.mark.sweep, id="xla"),
+    ],
+)
+def test_over_several_devices(implementations):
     """Products and layers in shard_map, and vmap over a batch that a mesh splits, in a process of their own."""
-    assert "all right" in processes.run_program("run_sharded")
+    assert "all right" in processes.run_program("run_sharded", *implementations)

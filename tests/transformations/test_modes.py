@@ -9,7 +9,7 @@ import pytest
 import jgg
 from tests.support.cases import make_data
 from tests.support.closeness import assert_close
-from tests.support.marks import EVERYWHERE, INTERPRET, PLAIN_JAX, TRITON, on
+from tests.support.marks import INTERPRET, PLAIN_JAX, RARELY_INTERPRETED, TRITON, on
 from tests.support.transforms import (
     NAMES,
     ORDER,
@@ -89,7 +89,7 @@ def test_mesh_of_one_device(implementation, axis_type):
             assert_close(list(outputs), expected)
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 def test_abstract_values(implementation):
     """Shapes and jaxprs come without data, and for any GPU without one."""
     arguments, expected = arguments_of(WITH_EVERYTHING)

@@ -13,7 +13,7 @@ from tests.support import moe_oracle, oracle
 from tests.support.cases import EVERYTHING, Case
 from tests.support.closeness import assert_close
 from tests.support.comparison import small_configs
-from tests.support.marks import EVERYWHERE, INTERPRET, KERNELS, PLAIN_JAX, on, thorough_but
+from tests.support.marks import INTERPRET, KERNELS, PLAIN_JAX, RARELY_INTERPRETED, on, thorough_but
 from tests.support.moe_runs import forward, indices_of
 from tests.support.passes import forward_and_backward
 from tests.support.transforms import (
@@ -92,7 +92,7 @@ def test_every_order_of_rows(permute_x, permute_y, batched, implementation):
     assert_right_under_vmap(case, implementation, BATCHED[batched], size=2)
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 @pytest.mark.parametrize(
     "sizes", [[[0], [32]], [[1, 1], [60, 4], [30, 33]], [[0, 40], [0, 0], [33, 0]]], ids=["empty", "more", "none"]
 )
@@ -143,7 +143,7 @@ def test_bad_indices_stay_in_their_element(batched, implementation):
         assert_close([output[i] for output in got[1:]], gradients)
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 def test_gradient_of_shared_weights_through_vmap(implementation):
     batch = batch_of(WITH_EVERYTHING, 2)
     shared = {name: batch[name][0] for name in ("topk_weights", "bias", "group_sizes", "gather_indices")}
@@ -166,7 +166,7 @@ def test_gradient_of_shared_weights_through_vmap(implementation):
     assert_close(got, expected)
 
 
-@EVERYWHERE
+@RARELY_INTERPRETED
 def test_nested_vmap(implementation):
     outer, inner = 2, 3
     batch = batch_of(IN_ORDER, outer * inner)
