@@ -13,6 +13,7 @@ from jgg.sharding import MoESharding, sharded_moe_mlp
 from tests.support.sharded_cases import SEVERAL_GPUS, assert_fp8_case_is_right, make_terms, need_gpus
 
 RECIPES = {"e4m3": jgg.Fp8(), "e5m2": jgg.Fp8(jnp.float8_e5m2, power_of_2_scales=True)}
+NAMES = "expert by all-gather", "expert by ragged all-to-all", "ragged, room for three in ten"
 AUTO = jax.sharding.AxisType.Auto
 
 
@@ -56,7 +57,7 @@ def test_nothing_is_rounded_that_is_not_sent():
 @SEVERAL_GPUS
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("has_terms", [False, True])
-@pytest.mark.parametrize("name", ["expert by all-gather", "expert by ragged all-to-all", "ragged, room for a third"])
+@pytest.mark.parametrize("name", NAMES)
 def test_on_gpus(name, has_terms, recipe):
     need_gpus(2)
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:2]).reshape(1, 2, 1), ("a", "b", "c"), axis_types=(AUTO,) * 3)
