@@ -327,9 +327,9 @@ def auto_class(family):
     return AutoModelForImageTextToText if family in TOWERS else AutoModelForCausalLM
 
 
-def new_config(family):
+def new_config(family, **changes):
     """The config of a tiny model."""
-    own = COMMON | FAMILIES[family]
+    own = COMMON | FAMILIES[family] | changes
     return CONFIG_MAPPING[family](**{"text_config": own} | TOWERS[family] if family in TOWERS else own)
 
 
@@ -344,21 +344,26 @@ def as_published(family, folder):
         save_file(tensors, path, metadata={"format": "pt"})
 
 
-def make_folder(family, seed):
-    """Writes a model with random weights in its folder."""
-    model = auto_class(family).from_config(new_config(family))
-    generator = torch.Generator().manual_seed(seed)
+def fill(family, model, generator, scale=0.3):
+    """Gives a model random weights, in bfloat16 but for a selection bias."""
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):
             is_norm = "norm" in name and (family not in ZERO_CENTRED or "linear_attn" in name)
             is_factor = is_norm or name.endswith("scale")
-            parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator) + is_factor)
+            parameter.copy_(scale * torch.randn(parameter.shape, generator=generator) + is_factor)
         model.to(torch.bfloat16)
         for name, bias in sorted([*model.named_buffers(), *model.named_parameters()]):
             if name.endswith("e_score_correction_bias"):
                 bias.data = 0.3 * torch.randn(bias.shape, generator=generator)
             if name.endswith("layer_scalar"):
                 bias.data = 1 + 0.3 * torch.randn(bias.shape, generator=generator)
+
+
+def make_folder(family, seed):
+    """Writes a model with random weights in its folder."""
+    model = auto_class(family).from_config(new_config(family))
+    generator = torch.Generator().manual_seed(seed)
+    fill(family, model, generator)
     model.save_pretrained(OUT / family)
     as_published(family, OUT / family)
     (OUT / family / "generation_config.json").unlink(missing_ok=True)
