@@ -103,7 +103,9 @@ class Trainer:
     ) -> Iterator[Record]:
         """Trains, and yields a Record now and then; what the caller does with it counts in no speed.
 
-        A run that is stopped and started again computes the bits of one that was not.
+        A run that is stopped and started again goes on from its last state with the same batches, and on a CPU computes
+        the bits of one that was not stopped. On a GPU, two runs differ in bits unless XLA_FLAGS has
+        --xla_gpu_exclude_nondeterministic_ops=true.
 
         With `checkpoints`, SIGTERM stops a run: the step that was begun is made and saved, its Record is yielded, and
         once the checkpoint is written, Preempted is raised. For this, a handler takes the place of the one before,
