@@ -4,7 +4,12 @@ In FP8, x and w come with scales, as `jgg.core.quantized` explains. A step cover
 has one scale, and each BLOCK columns of w have one. FP8 products keep few bits of their sum, so each step begins a new
 product, which is scaled and added in float32. The same holds where only x has scales; its values are converted to the
 dtype of w. If only w has scales, it is dequantized as it is read, with the bits that a pass before the product would
-give it; a step covers no more features than a scale does. `places` says how the features then keep their order.
+give it; a step covers no more features than a scale does.
+
+Dequantizing takes longer than multiplying, so a tile should have all rows of its group. With W_IS_LEFT the kernel
+computes y^T = w^T x^T: Hopper's tensor cores take the left operand from registers, where w is dequantized, and x from
+shared memory, so that a tile may have 128 rows and w never goes through shared memory in the dtype of x. Otherwise both
+operands come from registers, tiles have few rows, and `places` says how features keep their order.
 """
 
 import triton
@@ -41,6 +46,7 @@ def multiply_rows(
     SCALED_REDUCED: tl.constexpr = 0,
     SCALED_COLUMNS: tl.constexpr = 0,
     PRODUCTS: tl.constexpr = 1,
+    W_IS_LEFT: tl.constexpr = False,
 ):
     """The main loop: float32 x[rows] @ w[group] for one tile.
 
@@ -48,10 +54,10 @@ def multiply_rows(
     Without TMA_X they are `rows`, and a row that does not exist is zero. With num_pieces [1], x is the sum of that many
     matrices of num_rows rows, stored one after the other. x_scales and w_scales are None unless x or w is quantized; a
     scale of w is of SCALED_REDUCED features and SCALED_COLUMNS columns. Scales of a packed w are bytes. PRODUCTS is as
-    in `places`, or 1 where features stay in their places.
+    in `places`, or 1 where features stay in their places. W_IS_LEFT needs 64 columns or more and operands of 16 bits.
     """
     is_packed: tl.constexpr = w_scales is not None and w_scales.dtype.element_ty == tl.uint8
-    acc = tl.full([BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
+    acc = tl.full([BLOCK_COLUMNS, BLOCK_ROWS] if W_IS_LEFT else [BLOCK_ROWS, BLOCK_COLUMNS], 0.0, tl.float32)
     padded: tl.constexpr = (REDUCED + BLOCK_REDUCED - 1) // BLOCK_REDUCED * BLOCK_REDUCED
     for step in tl.range(0, REDUCED if num_pieces is None else padded * tl.load(num_pieces), BLOCK_REDUCED):
         k = step if num_pieces is None else step % padded
@@ -107,7 +113,12 @@ def multiply_rows(
             x_block = for_threads_of_x(x_block, PRODUCTS, SHARE)
             if not is_packed:
                 w_block = for_threads(w_block, PRODUCTS, SHARE)
-        if x_scales is None:
+        if W_IS_LEFT:
+            acc = tl.dot(w_block.T, x_block.T, acc, input_precision=PRECISION)
+            # Triton leaves a product of a left operand in registers running into the next step, and lets the next loads
+            # overwrite the x that it reads; that acc is used here makes it wait
+            acc = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=f,f", [acc], dtype=tl.float32, is_pure=True, pack=1)
+        elif x_scales is None:
             acc = tl.dot(x_block, w_block, acc, input_precision=PRECISION)
         else:
             tl.static_assert(BLOCK_REDUCED == BLOCK)
@@ -126,7 +137,7 @@ def multiply_rows(
                     BLOCK_COLUMNS,
                 )
             acc += tl.dot(x_block, w_block, input_precision=PRECISION) * scales
-    return acc
+    return acc.T if W_IS_LEFT else acc
 
 
 @triton.jit
@@ -198,6 +209,7 @@ def forward_kernel(
     SCALED_REDUCED: tl.constexpr,
     SCALED_COLUMNS: tl.constexpr,
     PRODUCTS: tl.constexpr,
+    W_IS_LEFT: tl.constexpr,
 ):
     """y[i] = (x[i] @ w[group of i] + bias[group of i]) * topk_weights[i]; a tile has rows of one group.
 
@@ -211,7 +223,7 @@ def forward_kernel(
     REDUCED / 2 of them for a column.
     GATHER reads row i from x[gather_indices[i] // TOPK]; SCATTER writes it to y[gather_indices[i]].
     low_rows [num_rows, RANK], in expert order, times low_matrices, laid out as w is, are added unless they are None.
-    PRODUCTS is as in `multiply_rows`.
+    PRODUCTS and W_IS_LEFT are as in `multiply_rows`.
     Rows of y without a group become zeros; after the last group, only those before zeros_end.
     """
     column_tiles: tl.constexpr = (COLUMNS + BLOCK_COLUMNS - 1) // BLOCK_COLUMNS
@@ -249,6 +261,7 @@ def forward_kernel(
             SCALED_REDUCED,
             SCALED_COLUMNS,
             PRODUCTS,
+            W_IS_LEFT,
         )
         if low_rows is not None:
             acc = add_low_rank(

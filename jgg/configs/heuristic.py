@@ -16,13 +16,21 @@ from jgg.configs.kernel_configs import (
     Tile,
     power_of_2,
 )
-from jgg.configs.requirements import can_run, least_rows, shared_memory, tiles_of
+from jgg.configs.requirements import can_run, least_rows, multiplies_from_left, shared_memory, tiles_of
 from jgg.core.gpu_target import Target
-from jgg.core.problem import GroupedGemmProblem
+from jgg.core.problem import ROWS_OF_STORED, GroupedGemmProblem
 from jgg.core.quantized import BLOCK
 
 _SHORT_STEP = 32  # rows of a step of the hopper kernel's dW; 64 is the other choice
 _ROWS_FOR_SHORT_STEPS = 224  # of a group, on average
+# Tiles of the plain kernel where it dequantizes w in registers and multiplies by it from the left: the most rows of
+# a group, on average; the tile; stages; programs per multiprocessor. Measured on an H100: python -m benchmarks.rows.
+_TILES_OF_STORED = (
+    (24, Tile(32, 128, 64), 4, 4),
+    (64, Tile(64, 128, 64), 3, 4),
+    (ROWS_OF_STORED, Tile(128, 128, 64), 4, 2),
+)
+_LEAST_ROWS_OF_STORED = 12  # with fewer, tiles of 16 rows are as fast
 _ROWS_OF_ONE_GROUP = 128  # up to which one matrix is read by tiles of few columns, so that all multiprocessors read it
 
 
@@ -137,6 +145,22 @@ def plain_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: 
     else:
         config = _choose_dw(problem, target) if kind is KernelConfigDW else _choose_by_rows(kind, problem, target)
     return _fitted(problem, target, config)
+
+
+def stored_config(problem: GroupedGemmProblem, target: Target) -> KernelConfigForward | None:
+    """A configuration of the plain kernel that reads weights as they are stored, and multiplies by them from the left.
+
+    None where groups have so few or so many rows, or w so few columns, that another way is faster, or the GPU cannot.
+    """
+    rows, columns = problem.rows_of_groups / problem.num_experts, problem.out_features
+    is_filled = problem.num_experts * (columns // 128) >= target.num_sms
+    if not (problem.rows_are_aligned and is_filled and _LEAST_ROWS_OF_STORED < rows <= ROWS_OF_STORED):
+        return None
+    tile, stages, programs = next(found for most, *found in _TILES_OF_STORED if rows <= most)
+    if not multiplies_from_left(problem, target, tile):
+        return None
+    options = {"num_warps": 4, "num_stages": stages, "programs_per_sm": programs, "fuse_scatter": False}
+    return KernelConfigForward.of_tile(tile, problem.w_layout, **options)
 
 
 def _is_narrow(columns: int) -> bool:

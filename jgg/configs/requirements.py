@@ -106,6 +106,16 @@ def multiplies_from_shared_memory(target: Target, rows: int = ROWS_OF_WARPGROUP)
     return 90 <= target.compute_capability < 120 and rows >= ROWS_OF_WARPGROUP
 
 
+def multiplies_from_left(problem: GroupedGemmProblem, target: Target, tile: Tile) -> bool:
+    """Whether the plain kernel multiplies by quantized weights from the left, dequantized in registers.
+
+    Hopper's tensor cores (wgmma) take the left operand from there, 64 rows of it, which are columns of the tile. Tiles
+    of 16 rows are as fast from the right.
+    """
+    has_wgmma = target.compute_capability == 90 and not target.is_interpreted and problem.dtype.itemsize == 2
+    return has_wgmma and tile.rows >= 32 and tile.columns >= 64
+
+
 def least_rows(problem: GroupedGemmProblem, target: Target) -> int:
     """Rows of a tile, at least.
 

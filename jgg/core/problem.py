@@ -21,6 +21,7 @@ from jgg.core.arguments import (
     check_one_of,
     check_rank,
 )
+from jgg.core.gpu_target import Target
 from jgg.core.quantized import BLOCK, QUANTIZED_DTYPE, QuantizedArray, check_blocks
 
 DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
@@ -28,6 +29,7 @@ W_LAYOUTS = ("enk", "ekn")
 # Row numbers are int32 and a TMA coordinate's limit is 2**30.
 MAX_ROWS = 2**30 - 1
 FEW_ROWS = 32  # of a group, on average
+ROWS_OF_STORED = 192  # the same on Hopper, whose tiles for weights as they are stored have more rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,13 +162,13 @@ class GroupedGemmProblem:
         return total
 
 
-def has_few_rows(num_rows: int, num_groups: int) -> bool:
-    """Whether groups have so few rows, on average, that a product takes the time of reading the weights.
+def has_few_rows(num_rows: int, num_groups: int, target: Target) -> bool:
+    """Whether groups have so few rows, on average, that quantized weights are best read as they are stored.
 
-    Quantized weights are then read as they are stored, and converted to the dtype of x on the way. A symbolic number of
-    rows counts as many.
+    They are then converted to the dtype of x on the way. A symbolic number of rows counts as many.
     """
-    return not jax.export.is_symbolic_dim(num_rows) and num_rows <= FEW_ROWS * num_groups
+    most = ROWS_OF_STORED if target.compute_capability == 90 else FEW_ROWS
+    return not jax.export.is_symbolic_dim(num_rows) and num_rows <= most * num_groups
 
 
 def check_problem(

@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import jgg.nnx
+from jgg.core.gpu_target import current_target
 from jgg.core.problem import has_few_rows
 from jgg.hf.mixers import MixerConfig
 from jgg.linear.fp8 import Fp8
@@ -126,7 +127,8 @@ class Layer(nnx.Module):
         moe, quantization = self.config.moe, self.moe.quantization
         if quantization is None or not generates or self.options.batch_invariant:
             return quantization
-        return None if has_few_rows(x.shape[0] * x.shape[1] * moe.topk, moe.num_experts) else quantization
+        num_rows = x.shape[0] * x.shape[1] * moe.topk
+        return None if has_few_rows(num_rows, moe.num_experts, current_target()) else quantization
 
     def merge_adapters(self) -> None:
         """Merges each LoRA adapter into its matrix."""

@@ -63,6 +63,9 @@ def test_kernels_compile_and_fit(compute_capability, options, tmp_path):
         if kernel["spills"] > (of_packed if kernel["problem"][0] == "packed" else allowed).get(kernel["kernel"], 0)
     ]
     assert not spilling, f"registers spill: {table(spilling)}"
+    # else the next loads could overwrite what such a product still reads
+    running_on = [kernel for kernel in kernels if kernel["kernel"] == "forward_kernel" and kernel["runs_on"]]
+    assert not running_on, f"products run on past their step: {table(running_on)}"
     by_tma = ("hopper_kernel", "hopper_symmetric_kernel")
     storing = [kernel for kernel in kernels if kernel["kernel"] in by_tma and kernel["stores"]]
     assert not storing, f"stores by threads, not TMA: {table(storing)}"

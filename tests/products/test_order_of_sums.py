@@ -15,7 +15,7 @@ import pytest
 
 import jgg
 from jgg.activations import ACTIVATIONS
-from jgg.configs import tuned_files
+from jgg.configs import heuristic, tuned_files
 from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.configs.tuned_configs import choose_config
 from jgg.core import versions
@@ -126,6 +126,12 @@ def make_stored(block=None, axis=None, of_x=False, rows=EACH[-1], **options):
     return problem, {"x": x, "w": w, "group_sizes": jnp.full((experts,), rows, jnp.int32)}
 
 
+def of_w(options):
+    """What `plan_forward` is told of w."""
+    block = options.get("block") or ((32, 1) if options["axis"] == -2 else (1, 32))
+    return {"w_block": block, "w_is_packed": "axis" in options}
+
+
 def first_rows(y, rows):
     return y.reshape(4, -1, y.shape[1])[:, :rows].reshape(rows * 4, -1)
 
@@ -142,6 +148,21 @@ def test_few_rows_get_the_bits_of_many(name):
     results = [program(arrays) for program, (_, arrays) in zip(programs, problems, strict=True)]
     for rows, result in zip(EACH, results, strict=True):
         assert differing([first_rows(results[-1], rows), result])[1] == 0, rows
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["deepseek's blocks", "deepseek's blocks, ekn", "packed, ekn", "packed, ekn, float16"])
+def test_tiles_of_stored_weights_give_the_bits_of_dense_ones(name):
+    problem, arrays = make_stored(**STORED[name])
+    configs = [
+        KernelConfigForward.of_tile(tile, problem.w_layout, num_warps=4, num_stages=stages, programs_per_sm=programs)
+        for _, tile, stages, programs in heuristic._TILES_OF_STORED
+    ]
+    plans = [plan_forward(problem, current_target(), config, **of_w(STORED[name])) for config in configs]
+    assert [plan.config for plan in plans] == configs and not any(plan.dequantizes for plan in plans)
+    results = compiled([functools.partial(product, problem, config=config) for config in configs], arrays)
+    dense = arrays | {"w": arrays["w"].dequantize(problem.dtype)}
+    assert not any(differing([product(problem, dense), *results]))
 
 
 @pytest.mark.gpu
@@ -305,11 +326,10 @@ def test_steps_that_are_scaled_have_one_length(name, capability):
 @ON_SOME
 @pytest.mark.parametrize("name", [name for name in STORED if "rows" not in name])
 def test_weights_are_dequantized_where_they_multiply_in_16_bits(name, capability):
-    """So that tiles of few rows take w from registers, where `kernels.places` knows how features are added up."""
+    """So that tiles of few rows, and those with w on the left, take w from registers, in an order that is known."""
     options, target = STORED[name], Target(capability, TARGETS[capability])
-    block = options.get("block") or ((32, 1) if options["axis"] == -2 else (1, 32))
     problem, _ = make_stored(**options)
     for rows in ROWS:
         of_rows = dataclasses.replace(problem, num_rows=4 * rows)
-        plan = plan_forward(of_rows, target, w_block=block, w_is_packed="axis" in options)
-        assert plan.dequantizes or plan.config.block_m <= 32
+        plan = plan_forward(of_rows, target, **of_w(options))
+        assert plan.dequantizes or plan.config.block_m <= 32 or (capability == 90 and plan.config.block_n >= 64)

@@ -145,7 +145,10 @@ def leave_out_repeated_kernels(takes_all=True):
 
 
 def assemble(folder, compute_capability):
-    """Name, shared memory, spills and instructions to store of the kernel dumped in a folder."""
+    """Name, shared memory, spills and instructions to store of the kernel dumped in a folder; and `runs_on`.
+
+    That is how many products may still run after a wait, of those whose left operand is in registers.
+    """
     (ptx,), (info,) = folder.glob("*.ptx"), folder.glob("*.compile_info")
     assembler = "ptxas-blackwell" if compute_capability >= 100 else "ptxas"
     architecture = re.search(r"\.target (\w+)", ptx.read_text())[1]
@@ -166,7 +169,15 @@ def assemble(folder, compute_capability):
     assert spills, done.stderr
     shared_memory = int(info.read_text().split(":")[-1])
     stores = sorted(set(re.findall(r"st\.global[\w.]*", ptx.read_text())))
-    return {"kernel": ptx.stem, "shared_memory": shared_memory, "spills": sum(map(int, spills)), "stores": stores}
+    is_left = re.search(r"wgmma\.mma_async[^{]*\{[^}]*\}, *\{", ptx.read_text())
+    waits = re.findall(r"wgmma\.wait_group\.sync\.aligned *(\d+)", ptx.read_text()) if is_left else []
+    return {
+        "kernel": ptx.stem,
+        "shared_memory": shared_memory,
+        "spills": sum(map(int, spills)),
+        "stores": stores,
+        "runs_on": max(map(int, waits), default=0),
+    }
 
 
 def heuristic_kernels(compute_capability, takes_all, most=None):

@@ -125,7 +125,12 @@ LAYERS = {
         (2, 256, 128, True),
         (3, 80, 40, True),
     ),
-    "packed": (functools.partial(lower_stored, "packed"), None, ("ekn", 4), ("enk", 4), ("ekn", 500), ("enk", 500)),
+    "packed": (
+        functools.partial(lower_stored, "packed"),
+        None,
+        *(("ekn", rows) for rows in (4, 16, 32, 100, 500)),
+        *(("enk", rows) for rows in (4, 32, 100, 500)),
+    ),
     "symmetric": (  # of at most 256 rows, or with float32 results: Hopper's kernel has others
         lower_symmetric,
         1,
@@ -137,7 +142,7 @@ LAYERS = {
     ),
 }
 FP8_LAYERS = {
-    "stored": (functools.partial(lower_stored, "fp8"), None, ("ekn", 4), ("enk", 32)),
+    "stored": (functools.partial(lower_stored, "fp8"), None, ("ekn", 4), ("ekn", 16), ("enk", 32), ("ekn", 100)),
     "fp8": (
         lower_fp8,
         None,

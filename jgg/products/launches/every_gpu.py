@@ -1,5 +1,6 @@
 """Launches the kernels of forward, dX and dW that run on every GPU."""
 
+import dataclasses
 import math
 from typing import Any, NamedTuple
 
@@ -7,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.configs.kernel_configs import KernelConfigDX, KernelConfigForward
-from jgg.configs.requirements import multiplies_from_shared_memory
+from jgg.configs.requirements import multiplies_from_left, multiplies_from_shared_memory
 from jgg.core.gpu_target import Target
 from jgg.core.quantized import BLOCK, QuantizedArray, block_of, values_and_scales
 from jgg.core.schedule import between_groups, schedule_of_one_group, tile_schedule
@@ -26,6 +27,8 @@ from jgg.launching.launch import (
 from jgg.products.launches.operands import OuterProduct, RowProduct, row_operands
 from jgg.products.launches.pieces import Pieces
 
+_REGISTERS, _MOST_REGISTERS = 65_536, 255  # of a multiprocessor, and of a thread
+
 
 def multiply_forward(launcher: Launcher, product: RowProduct) -> jax.Array:
     """Computes y, in expert order or, if the problem says so, in token order."""
@@ -39,6 +42,7 @@ def multiply_forward(launcher: Launcher, product: RowProduct) -> jax.Array:
     w, w_scales = values_and_scales(product.w)
     scaled = block_of(product.w) if isinstance(product.w, QuantizedArray) else (0, 0)
     scaled_columns, scaled_reduced = scaled if problem.w_layout == "enk" else scaled[::-1]
+    w_is_left = _w_is_left(launcher.target, product)
     launch = _launch_of_rows(
         launcher.target,
         product,
@@ -51,10 +55,20 @@ def multiply_forward(launcher: Launcher, product: RowProduct) -> jax.Array:
             "SCATTER": problem.permute_y,
             "SCALED_REDUCED": scaled_reduced,
             "SCALED_COLUMNS": scaled_columns,
-            "PRODUCTS": _products(launcher.target, product),
+            "PRODUCTS": 1 if w_is_left else _products(launcher.target, product),
+            "W_IS_LEFT": w_is_left,
         },
     )
+    if w_is_left:  # as many programs as the configuration asks for must have their registers
+        registers = _REGISTERS // (32 * config.num_warps * config.programs_per_sm)
+        launch = dataclasses.replace(launch, max_registers=min(_MOST_REGISTERS, registers))
     return launcher.run(forward_kernel, launch)["y"]
+
+
+def _w_is_left(target: Target, product: RowProduct) -> bool:
+    """Whether the kernel multiplies by quantized weights from the left."""
+    is_read = isinstance(product.w, QuantizedArray) and not isinstance(product.rows, QuantizedArray)
+    return is_read and multiplies_from_left(product.problem, target, product.config.tile(product.problem.w_layout))
 
 
 def _products(target: Target, product: RowProduct) -> int:

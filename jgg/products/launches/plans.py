@@ -8,12 +8,16 @@ import dataclasses
 import math
 from typing import cast
 
-from jgg.configs.heuristic import plain_config
+from jgg.configs.heuristic import plain_config, stored_config
 from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
-from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY, why_not_quantized
+from jgg.configs.requirements import (
+    FP8_COMPUTE_CAPABILITY,
+    multiplies_from_left,
+    why_not_quantized,
+)
 from jgg.configs.tuned_configs import choose_config
 from jgg.core.gpu_target import Target
-from jgg.core.problem import FEW_ROWS, GroupedGemmProblem, has_few_rows
+from jgg.core.problem import FEW_ROWS, ROWS_OF_STORED, GroupedGemmProblem
 from jgg.core.quantized import BLOCK
 from jgg.products.launches import column_parts
 from jgg.products.launches.activations import Hidden
@@ -21,6 +25,7 @@ from jgg.products.launches.activations import Hidden
 _MOST_STAGES = 8
 _LEAST_STAGES = 2
 _LEAST_STEP = 32  # features that share a scale, at least
+_STEP_OF_LEFT = 64  # the same of weights in FP8 that are multiplied from the left
 _LEAST_STEPS = 2  # of a part of a group's rows, at least
 
 
@@ -110,17 +115,25 @@ def _config_for_reading(
 
     The kernel dequantizes w where groups have few rows, since the product then takes the time of reading w. With more
     rows it would dequantize w again for each row tile. Where it does, it takes steps of at most as many features as
-    share a scale, unless w is packed, and its tiles have few rows: tensor cores then take w from registers, where
-    features change places (see `kernels.places`) such that sums have the bits of the product with a w that was
-    dequantized first.
+    share a scale, unless w is packed. On Hopper its tiles have all rows of a group, see `stored_config`; elsewhere they
+    have few rows: tensor cores then take w from registers, where features change places (see `kernels.places`). Either
+    way sums have the bits of the product with a w that was dequantized first.
     """
-    config = choose_config(KernelConfigForward, problem, target, config)
     scaled_features = w_block[1 if problem.w_layout == "enk" else 0]
+    has_scales = scaled_features >= _LEAST_STEP if w_is_packed else scaled_features % _STEP_OF_LEFT == 0
+    from_left = stored_config(problem, target) if config is None and has_scales else None
+    if from_left is not None:
+        return from_left
+    config = choose_config(KernelConfigForward, problem, target, config)
     is_read = config.kernel == "plain" and (w_is_packed or target.compute_capability >= FP8_COMPUTE_CAPABILITY)
-    is_read &= scaled_features >= _LEAST_STEP and has_few_rows(problem.num_rows, problem.num_experts)
+    is_left = multiplies_from_left(problem, target, config.tile(problem.w_layout))
+    most = ROWS_OF_STORED if is_left else FEW_ROWS
+    is_read &= scaled_features >= _LEAST_STEP and problem.num_rows <= most * problem.num_experts
     is_read &= config.block_k >= (2 * _LEAST_STEP if w_is_packed else _LEAST_STEP)
     if not is_read:
         return None
+    if is_left:
+        return config if w_is_packed else dataclasses.replace(config, block_k=min(config.block_k, scaled_features))
     config = dataclasses.replace(config, block_m=min(config.block_m, FEW_ROWS))
     if w_is_packed and config.programs_per_sm == 2:
         # one unpacks while others wait: 212 us for gpt-oss's w_gate_up and 128 rows on an H100, by two programs 229
