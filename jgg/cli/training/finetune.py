@@ -1,5 +1,6 @@
 """Fine-tunes a model of a Hugging Face folder, by adapters or whole."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -17,15 +18,20 @@ from jgg.models.loading import EXPERTS_BY_NAME
 from jgg.sharding import MoESharding
 
 
-def run(args) -> int:
-    """Trains and saves; what can be wrong is looked at before the model is loaded."""
+def run(args, load: Callable[..., jgg.models.Decoder] | None = None) -> int:
+    """Trains and saves; what can be wrong is looked at before the model is loaded.
+
+    Args:
+      args: the options.
+      load: (args, folder, sharding) -> the model, instead of reading it from the folder.
+    """
     devices.join(args)
     with one_line():
         folder = model_folder(args.model)
         _check(args, folder)
         config = jgg.models.model_config(jgg.hf.read_config(folder))
         training = loop.prepare(args, folder, folder, config)
-        model = _load(args, folder, training.sharding)
+        model = (load or _load)(args, folder, training.sharding)
     model = loop.fit(training, model, nnx.Param if args.full else nnx.LoRAParam)
     with writes(args.output):
         if args.full:

@@ -1,0 +1,226 @@
+"""The whole jobs that `benchmarks.whole` runs, at the full sizes of published models: each is a function of one GPU.
+
+Weights are random, which changes neither memory nor times. On a CPU a small model with the same structure is taken.
+"""
+
+import contextlib
+import dataclasses
+import io
+import json
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import jgg
+import jgg.models
+import jgg.train
+from _jgg_command.parser import make_parser
+from benchmarks.model_configs import CONFIGS, config_of
+from benchmarks.models import make_step, random_model
+from benchmarks.random_folder import write_tokenizer
+from jgg.cli.console import number
+from jgg.cli.demo.data import load_corpus
+from jgg.cli.training import finetune
+
+STEPS = 2
+SEQUENCE = 4096  # tokens of a sequence in training
+PROMPT = NEW_TOKENS = 128
+CHUNK = 32  # tokens of a row that are timed together
+BATCHES = 1, 64, 256  # sequences of generation
+ROWS = 32  # sequences whose losses are computed at once
+PROBLEMS, ANSWERS = 32, 8  # of reinforcement learning
+
+
+class Line(NamedTuple):
+    """What was measured of a job or a part of it.
+
+    Attributes:
+      part: which part; empty for the whole job.
+      ms: milliseconds of a step, or of a token of all sequences.
+      rate: tokens/s.
+      result: "OK", or what is wrong.
+    """
+
+    part: str
+    ms: float | None
+    rate: float | None
+    result: str = "OK"
+
+    def cells(self) -> list[str]:
+        """The cells of a table, with the most memory in use so far."""
+        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+        return [self.part, number(self.ms), number(self.rate), number(peak and peak / 2**30), self.result]
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """A job, and what it is a job of.
+
+    Attributes:
+      run: (job) -> the lines that it measures, one by one.
+      model: a name in CONFIGS.
+      experts: the format of the experts' weights.
+      layers: fewer than the model's; None for all.
+      batch_invariant: as in Decoder.
+    """
+
+    run: Callable[["Job"], Iterator[Line]]
+    model: str
+    experts: str = "bfloat16"
+    layers: int | None = None
+    batch_invariant: bool = False
+
+    @property
+    def config(self) -> jgg.models.ModelConfig:
+        """The model's sizes; small on a CPU."""
+        return config_of(self.model, self.layers, jax.default_backend() == "cpu", self.experts == "as-stored")
+
+    def model_of(self, **options: Any) -> jgg.models.Decoder:
+        """The model, with random weights."""
+        return random_model(self.config, self.experts, batch_invariant=self.batch_invariant, **options)
+
+
+def _is_small() -> bool:
+    return jax.default_backend() == "cpu"
+
+
+def _sequence() -> int:
+    return 64 if _is_small() else SEQUENCE
+
+
+def fine_tuning(job: Job) -> Iterator[Line]:
+    """`jgg finetune` with its defaults and 2 sequences of 4,096 tokens in a step, and random weights in the folder."""
+    with tempfile.TemporaryDirectory() as name:
+        folder, data, output = (Path(name) / part for part in ("model", "data.jsonl", "adapter"))
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(job.config.hf))
+        write_tokenizer(folder, min(4096, job.config.vocabulary))
+        text = bytes(load_corpus().train).decode()[: 64 * 2 * STEPS * _sequence()]
+        data.write_text(json.dumps({"text": text}) + "\n")
+        options = ["--data", data, "--output", output, "--experts", job.experts, "--split", "--steps", STEPS]
+        options += ["--batch-size", 2, "--sequence-length", _sequence(), "--log-every", 1, "--quiet"]
+        args = make_parser("").parse_args(["finetune", str(folder), *map(str, options)])
+        with contextlib.redirect_stdout(io.StringIO()):
+            finetune.run(args, load=lambda args, folder, sharding: _with_adapters(job, args))
+        records = [json.loads(line) for line in output.with_name("adapter.jsonl").read_text().splitlines()]
+        steps = [record for record in records if "tokens_per_second" in record]
+        rate, losses = steps[-1]["tokens_per_second"], [record["loss"] for record in steps]
+        is_right = len(steps) == STEPS and np.isfinite(losses).all() and (output / "adapter_config.json").exists()
+        yield Line("", 2 * _sequence() / rate * 1e3, rate, "OK" if is_right else f"losses {losses}")
+
+
+def _with_adapters(job: Job, args) -> jgg.models.Decoder:
+    """The model as the command loads it."""
+    return job.model_of(
+        remat=args.remat, lora_rank=args.lora_rank, lora_alpha=args.lora_alpha, lora_targets=tuple(args.targets)
+    )
+
+
+def training(job: Job) -> Iterator[Line]:
+    """Steps that train all parameters by AdamW, in bfloat16."""
+    step, state, frozen = make_step(job.model_of(remat="attention"), nnx.Param)
+    tokens = jax.random.randint(jax.random.key(1), (2, _sequence() + 1), 0, job.config.vocabulary, jnp.int32)
+    for _ in range(STEPS):
+        begin = time.perf_counter()
+        state, loss = jax.block_until_ready(step(state, frozen, tokens))
+        seconds = time.perf_counter() - begin
+    yield Line("", seconds * 1e3, 2 * _sequence() / seconds, "OK" if jnp.isfinite(loss) else f"loss {loss}")
+
+
+def generation(job: Job) -> Iterator[Line]:
+    """Generation for each number of sequences; with `batch_invariant` the trainer's log-probabilities beside it."""
+    model = job.model_of()
+    for batch in BATCHES:
+        draw = np.random.default_rng(batch)
+        prompts = draw.integers(job.config.vocabulary, size=(batch, PROMPT), dtype=np.int32)
+        lengths = draw.integers(1, PROMPT + 1, size=batch, dtype=np.int32)
+        options: Any = {"lengths": lengths, "temperature": 1.0, "seeds": np.arange(batch), "details": True}
+        stream = jgg.models.stream(model, prompts, NEW_TOKENS, chunk=CHUNK, **options)
+        next(stream), next(stream)  # which compile
+        begin = time.perf_counter()
+        next(stream)
+        seconds = (time.perf_counter() - begin) / CHUNK
+        for _ in stream:
+            pass
+        result = _compared(model, stream.result(), prompts, lengths) if job.batch_invariant else "OK"
+        yield Line(f"{batch} sequences", seconds * 1e3, batch / seconds, result)
+
+
+@nnx.jit
+def _log_probabilities(model: jgg.models.Decoder, rows: Any) -> jax.Array:
+    return -model.losses(rows.tokens, rows.targets, mask=rows.mask)
+
+
+def _compared(model: jgg.models.Decoder, drawn: Any, prompts: np.ndarray, lengths: np.ndarray) -> str:
+    """The largest difference between the sampler's log-probabilities and those of `losses`, which should be 0."""
+    rows = drawn.training_rows(prompts, lengths)._replace(topk_indices=None)
+    largest = 0.0
+    for first in range(0, len(prompts), ROWS):
+        part = jax.tree.map(lambda array: array[first : first + ROWS], rows)  # noqa: B023
+        others = jnp.where(part.is_new, _log_probabilities(model, part) - part.log_probabilities, 0.0)
+        largest = max(largest, float(jnp.max(jnp.abs(others))))
+    return f"OK, difference {largest}" if largest == 0 else f"difference {largest:.3g}, not 0"
+
+
+def policy_gradient(job: Job) -> Iterator[Line]:
+    """Steps of GRPO: answers are drawn, rewarded at random, and learned by adapters."""
+    model = job.model_of(remat="names", lora_rank=16)
+    draw, config = np.random.default_rng(0), job.config
+
+    def loss(model: jgg.models.Decoder, part: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        of_trainer = -model.losses(part["tokens"], part["targets"], mask=part["mask"])
+        difference = jnp.where(part["is_new"], of_trainer - part["log_probabilities"], 0.0)
+        gains = jnp.where(part["is_new"], jnp.exp(difference) * part["advantages"], 0.0)
+        return -jnp.sum(gains) / jnp.sum(part["is_new"]), part["place"] * jnp.max(jnp.abs(difference))
+
+    trainer = jgg.train.Trainer(model, optax.adam(1e-4), loss, wrt=nnx.LoRAParam, accumulate=True)
+    del model
+    parts, sampled = PROBLEMS * ANSWERS // ROWS, []
+
+    def batch_of(step: int) -> dict[str, np.ndarray]:
+        begin = time.perf_counter()
+        prompts = draw.integers(config.vocabulary, size=(PROBLEMS, PROMPT), dtype=np.int32)
+        seeds = draw.integers(2**31, size=PROBLEMS)
+        options: Any = {"temperature": 1.0, "seeds": seeds, "num_samples": ANSWERS, "details": True}
+        drawn = jgg.models.generate(trainer.model, prompts, NEW_TOKENS, **options)
+        rows = drawn.training_rows(prompts)._replace(topk_indices=None)
+        sampled.append((time.perf_counter() - begin, int(np.sum(drawn.lengths))))
+        advantages = draw.standard_normal((len(rows.tokens), 1)).astype(np.float32)
+        arrays = {name: np.asarray(array) for name, array in rows._asdict().items() if array is not None}
+        arrays |= {"advantages": advantages}
+        arrays = {name: array.reshape(parts, -1, *array.shape[1:]) for name, array in arrays.items()}
+        return arrays | {"place": parts * np.eye(parts, dtype=np.float32)}
+
+    begins, differences = [time.perf_counter()], []
+    for record in trainer.fit(batch_of, STEPS, every=(1,)):
+        begins.append(time.perf_counter())
+        differences.append(float(np.max(record.metrics)))
+    seconds, (sampling, tokens) = begins[-1] - begins[-2], sampled[-1]
+    largest = max(differences)
+    result = f"OK, difference {largest}" if largest == 0 else f"difference {largest:.3g}, not 0"
+    yield Line(f"{sampling:.1f} s of it sampling", seconds * 1e3, tokens / seconds, result)
+
+
+def _jobs() -> dict[str, Job]:
+    """All jobs by name, the longest first."""
+    jobs = {"grpo qwen3-30b-a3b fp8": Job(policy_gradient, "qwen3-30b-a3b", "fp8", batch_invariant=True)}
+    for model, experts in (("qwen3-30b-a3b", "bfloat16"), ("qwen3-30b-a3b", "fp8"), ("gpt-oss-20b", "as-stored")):
+        for how in (True, False):
+            name = f"generate {model} {experts}{' batch_invariant' if how else ''}"
+            jobs[name] = Job(generation, model, experts, batch_invariant=how)
+    formats = {"qwen3-30b-a3b": "fp8", "gpt-oss-20b": "as-stored", "qwen3.5-35b-a3b": "fp8"}
+    for model in CONFIGS:
+        experts = formats.get(model, "bfloat16")
+        jobs[f"finetune {model} {experts}"] = Job(fine_tuning, model, experts)
+    return jobs | {"train qwen3-30b-a3b 8 layers": Job(training, "qwen3-30b-a3b", layers=8)}
+
+
+JOBS = _jobs()
