@@ -22,7 +22,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 
 import jgg
 import jgg.models
@@ -139,7 +138,7 @@ def compare_models(args) -> Iterator[tuple[str, ...]]:
 def _of_losses(model: jgg.models.Decoder, batch: int, length: int) -> tuple[tuple[float, float], jax.Array]:
     """How many percent of the losses of 1 and of 4 sequences are others than in the batch; the tokens."""
     tokens = jax.random.randint(jax.random.key(3), (batch, length + 1), 0, model.config.vocabulary, jnp.int32)
-    losses_of = nnx.jit(lambda model, tokens: model.losses(tokens[:, :-1], tokens[:, 1:]))
+    losses_of = jax.jit(lambda model, tokens: model.losses(tokens[:, :-1], tokens[:, 1:]))
     of_all = losses_of(model, tokens)
     one, four = (percent_of_others(losses_of(model, tokens[:count]), of_all[:count]) for count in (1, 4))
     return (one, four), tokens
@@ -154,7 +153,7 @@ def _of_generated(model: jgg.models.Decoder, prompts: jax.Array) -> tuple[float,
     at = lengths[:, None] + jnp.arange(32)[None]
     rows = jnp.zeros((batch, longest + 32), jnp.int32).at[:, :longest].set(prompts)
     rows = rows.at[jnp.arange(batch)[:, None], at].set(generated.tokens)
-    losses = nnx.jit(lambda model, rows: model.losses(rows[:, :-1], rows[:, 1:]))(model, rows)
+    losses = jax.jit(lambda model, rows: model.losses(rows[:, :-1], rows[:, 1:]))(model, rows)
     of_trainer = -jnp.take_along_axis(losses, at - 1, axis=1)
     difference = jnp.max(jnp.abs(generated.log_probabilities - of_trainer))
     return percent_of_others(generated.log_probabilities, of_trainer), float(difference)

@@ -24,7 +24,7 @@ class Model(nnx.Module):
         return self.head(x + self.moe(x))
 
 
-@nnx.jit
+@nnx.jit(donate_argnums=(0, 1))
 def step(model, optimizer, symbols):
     def loss_of(model):
         logits, sown = nnx.capture(model, nnx.Intermediate)(symbols[:, :-1])

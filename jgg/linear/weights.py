@@ -64,7 +64,7 @@ def in_recipe(name: str, matrix: Matrix, recipe: Fp8 | None, dtype: DTypeLike) -
         return matrix
     if recipe is None:
         return matrix
-    if straight.is_packed or straight.scales.shape != scales_shape(straight.shape, (BLOCK, BLOCK)):
+    if not _has_blocks(straight):
         array = jax.lax.stop_gradient(straight.dequantize(dtype))
         return matrix.with_forms(quantize_once(name, array, recipe).forms)
     # in a scan over stacked layers XLA would else transpose the weights of all layers before the loop
@@ -73,15 +73,27 @@ def in_recipe(name: str, matrix: Matrix, recipe: Fp8 | None, dtype: DTypeLike) -
 
 
 def forms_of_forward(name: str, weights: Weights, recipe: Fp8, dtype: DTypeLike, how: How) -> WeightForms:
-    """What the forward product by a recipe reads of weights [E, K, N]: the transposed form alone, made once.
+    """What forward products by a recipe read of stacked weights [L, E, K, N]: the transposed form alone.
 
     Args:
       name, dtype: as in `in_recipe`.
       how: how the weights are quantized, if they are not yet.
     """
-    matrix = in_recipe(name, as_matrix(name, weights), recipe, dtype)
-    form = matrix.transposed
-    if form is None:
-        to_quantize = ToQuantize(jax.lax.stop_gradient(matrix.dense), True, recipe.format)
-        form = with_quantized(to_quantize, functools.partial(QUANTIZE_WEIGHTS, how))
-    return WeightForms(None, form)
+    # not in the loop over layers, before which XLA would transpose all of them, to copy one after the other
+    if isinstance(weights, QuantizedArray) and _has_blocks(weights):
+        return WeightForms(None, jax.lax.stop_gradient(weights).mT)
+
+    def of_layer(weights: Weights) -> WeightForms:
+        matrix = in_recipe(name, as_matrix(name, weights), recipe, dtype)
+        form = matrix.transposed
+        if form is None:
+            to_quantize = ToQuantize(jax.lax.stop_gradient(matrix.dense), True, recipe.format)
+            form = with_quantized(to_quantize, functools.partial(QUANTIZE_WEIGHTS, how))
+        return WeightForms(None, form)
+
+    return jax.lax.map(of_layer, weights)
+
+
+def _has_blocks(array: QuantizedArray) -> bool:
+    """Whether an array is in FP8 with blocks of 128 x 128, which products by a recipe multiply as they are."""
+    return not array.is_packed and array.scales.shape == scales_shape(array.shape, (BLOCK, BLOCK))

@@ -78,16 +78,13 @@ class State(NamedTuple):
 
 
 def split_model(model: Decoder) -> tuple[nnx.GraphDef[Decoder], Any]:
-    """The model as the programs take it, with what makes its forward passes faster."""
+    """The model as the programs take it: its own arrays, and the forms of experts that make forward passes faster."""
     split = nnx.split(model)
-    return _with_forms(*split) if model.options.batch_invariant else split
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def _with_forms(graphdef: nnx.GraphDef[Decoder], state: Any) -> tuple[nnx.GraphDef[Decoder], Any]:
-    model = nnx.merge(graphdef, state)
-    model.put_forms()
-    return nnx.split(model)
+    if model.options.batch_invariant:
+        model = nnx.merge(*split)  # other variables of the same arrays
+        model.put_forms()
+        split = nnx.split(model)
+    return split
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="plan")

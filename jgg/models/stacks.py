@@ -14,9 +14,9 @@ from flax import nnx
 from jgg.core.gpu_target import current_target
 from jgg.hf.mixers import RotaryConfig
 from jgg.launching.choice import How
-from jgg.linear.weights import forms_of_forward
 from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
+from jgg.models.forms import kept_forms
 from jgg.models.layer import Layer, saved_names
 from jgg.models.parts import Options
 from jgg.models.placement import gathered, gathers, split, split_batch
@@ -263,10 +263,10 @@ def _by_repeat(state: Any, first: _Step) -> Any:
 
 
 def put_forms(layers: Layer, options: Options) -> None:
-    """Puts what forward products read in the place of experts' weights that a recipe multiplies in FP8.
+    """Puts what forward products read in place of experts' weights that a recipe multiplies in FP8.
 
-    That is a byte for each weight beside the parameters. Made for each token, it would cost a reading of all experts,
-    whichever the token chose. A sharded model makes it for each token.
+    That is a byte for each weight beside the parameters, kept as long as these: see `kept_forms`. Made for each token,
+    it would cost a reading of all experts, whichever the token chose. A sharded model makes it for each token.
     """
     recipe = layers.moe.quantization if hasattr(layers, "moe") else None
     if recipe is None or options.sharding is not None:
@@ -274,8 +274,7 @@ def put_forms(layers: Layer, options: Options) -> None:
     how = How(options.implementation, current_target())
     for name in ("w_gate_up", "w_down"):
         weights = getattr(layers.moe, name).get_value()
-        forms = functools.partial(forms_of_forward, name, recipe=recipe, dtype=options.dtype, how=how)
-        setattr(layers.moe, name, Frozen(jax.lax.map(forms, weights)))
+        setattr(layers.moe, name, Frozen(kept_forms(name, weights, recipe, options.dtype, how)))
 
 
 def merge_stack(layers: Layer, options: Options) -> None:

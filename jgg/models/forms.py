@@ -1,0 +1,60 @@
+"""The FP8 forms of experts' weights that generation reads, made once and kept as long as the weights."""
+
+import functools
+import weakref
+from typing import Any, NamedTuple
+
+import jax
+from jax.typing import DTypeLike
+
+from jgg.core.quantized import WeightForms
+from jgg.launching.choice import How
+from jgg.linear.fp8 import Fp8
+from jgg.linear.weights import Weights, forms_of_forward
+
+
+class _Kept(NamedTuple):
+    """Forms, and the arrays that they were made of."""
+
+    sources: tuple[weakref.ref[jax.Array], ...]
+    forms: WeightForms
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the arrays are there; a step of training may have been given their memory."""
+        sources = (source() for source in self.sources)
+        return all(source is not None and not source.is_deleted() for source in sources)
+
+
+_KEPT: dict[tuple[Any, ...], _Kept] = {}  # by how they were made, and the ids of the arrays
+
+
+def kept_forms(name: str, weights: Weights, recipe: Fp8, dtype: DTypeLike, how: How) -> WeightForms:
+    """What `forms_of_forward` returns, the same arrays for the same weights; the arguments are its own.
+
+    An array never changes its values, so forms are right for as long as the arrays that they were made of are there.
+    They are freed with the first of these. Nothing is kept of NumPy arrays, which may change, nor inside a trace.
+    """
+    sources = jax.tree.leaves(weights)
+    for key in [key for key, kept in list(_KEPT.items()) if not kept.is_current]:
+        _KEPT.pop(key, None)
+    key = recipe, dtype, how, *map(id, sources)
+    kept = _KEPT.get(key)
+    if kept is not None:
+        return kept.forms
+    forms = _new_forms(name, weights, recipe, dtype, how)
+    if all(map(_has_values, (*sources, *jax.tree.leaves(forms)))):
+        ends = functools.partial(_forget, key)
+        _KEPT[key] = _Kept(tuple(weakref.ref(source, ends) for source in sources), forms)
+    return forms
+
+
+_new_forms = functools.partial(jax.jit, static_argnums=(0, 2, 3, 4))(forms_of_forward)
+
+
+def _forget(key: tuple[Any, ...], _: object) -> None:
+    _KEPT.pop(key, None)
+
+
+def _has_values(array: Any) -> bool:
+    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
