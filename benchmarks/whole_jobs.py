@@ -154,7 +154,7 @@ def generation(job: Job) -> Iterator[Line]:
         yield Line(f"{batch} sequences", seconds * 1e3, batch / seconds, result)
 
 
-@nnx.jit
+@jax.jit
 def _log_probabilities(model: jgg.models.Decoder, rows: Any) -> jax.Array:
     return -model.losses(rows.tokens, rows.targets, mask=rows.mask)
 
@@ -216,9 +216,8 @@ def _jobs() -> dict[str, Job]:
         for how in (True, False):
             name = f"generate {model} {experts}{' batch_invariant' if how else ''}"
             jobs[name] = Job(generation, model, experts, batch_invariant=how)
-    formats = {"qwen3-30b-a3b": "fp8", "gpt-oss-20b": "as-stored", "qwen3.5-35b-a3b": "fp8"}
     for model in CONFIGS:
-        experts = formats.get(model, "bfloat16")
+        experts = "as-stored" if model == "gpt-oss-20b" else "fp8"
         jobs[f"finetune {model} {experts}"] = Job(fine_tuning, model, experts)
     return jobs | {"train qwen3-30b-a3b 8 layers": Job(training, "qwen3-30b-a3b", layers=8)}
 

@@ -54,6 +54,7 @@ class Launcher(NamedTuple):
         """The launcher for the implementation "triton" or "interpret" that `how` names."""
         if how.implementation == "interpret":
             return cls(interpret.call, interpret.TARGET)
+        triton.load()  # before a product imports its kernels
         return cls(functools.partial(triton.call, how.target.compute_capability), how.target)
 
 

@@ -1,5 +1,6 @@
 """Launches the Triton kernels; the only module that calls triton_call."""
 
+import threading
 from types import ModuleType
 from typing import Any
 
@@ -15,13 +16,13 @@ type Description = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Any]
 # The oldest PTX version that supports the GPU, but at least 8.6, which the drivers of CUDA 12.6 and later assemble.
 # Triton's own default can be too new for the driver's assembler.
 _PTX_VERSIONS = dict.fromkeys((80, 86, 87, 89, 90, 100), 86) | {103: 88, 110: 90, 120: 87, 121: 88}
+_loading = threading.Lock()
 _TRITON_NAMES = {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}  # dtypes for which JAX has another name
 
 
 def call(compute_capability: int, kernel: Any, launch: Launch) -> dict[str, jax.Array]:
     """Launches a kernel of `jgg.kernels` through `jax_triton.triton_call`."""
-    check_kernels_can_run()
-    jax_triton = _jax_triton()
+    jax_triton = load()
     # An array that a kernel writes over can be a slice of a larger array, or its result can go into such a slice, as in
     # a scan. XLA would then let the kernel work on the slice in place, and forget that it writes over what it reads. It
     # forgets that too where another operand or result is a slice. Barriers keep all arrays of such a kernel apart from
@@ -63,18 +64,24 @@ def _check_order(kernel: Any, launch: Launch, new: list[str]) -> None:
         raise ValueError(f"{kernel.__name__} must have its new results {new} after all other arrays, got {arrays}.")
 
 
-def _jax_triton() -> ModuleType:
-    """The module jax_triton, changed by `jax_triton_fixes` if the installed versions are in FIXED."""
-    try:
-        import jax_triton
-    except (ImportError, AttributeError) as error:
-        raise ImportError(
-            f"implementation='triton' needs versions of Triton, jax-triton and JAX that fit (see jgg info): {error}"
-        ) from error
-    if unlike(FIXED) is None:
-        from jgg.launching import jax_triton_fixes
+def load() -> ModuleType:
+    """Imports the module jax_triton, changed by `jax_triton_fixes` if the installed versions are in FIXED.
 
-        jax_triton_fixes.correct_jax_triton()
+    Triton's modules import each other, so a second thread could import one that is not complete yet. Call this before
+    importing `jgg.kernels`.
+    """
+    check_kernels_can_run()
+    with _loading:
+        try:
+            import jax_triton
+        except (ImportError, AttributeError) as error:
+            raise ImportError(
+                f"implementation='triton' needs versions of Triton, jax-triton and JAX that fit (see jgg info): {error}"
+            ) from error
+        if unlike(FIXED) is None:
+            from jgg.launching import jax_triton_fixes
+
+            jax_triton_fixes.correct_jax_triton()
     return jax_triton
 
 

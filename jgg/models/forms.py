@@ -33,7 +33,7 @@ def kept_forms(name: str, weights: Weights, recipe: Fp8, dtype: DTypeLike, how: 
     """What `forms_of_forward` returns, the same arrays for the same weights; the arguments are its own.
 
     An array never changes its values, so forms are right for as long as the arrays that they were made of are there.
-    They are freed with the first of these. Nothing is kept of NumPy arrays, which may change, nor inside a trace.
+    They are freed with the first of these. Nothing is kept of NumPy arrays, which may change, nor of traced ones.
     """
     sources = jax.tree.leaves(weights)
     for key in [key for key, kept in list(_KEPT.items()) if not kept.is_current]:
@@ -42,14 +42,15 @@ def kept_forms(name: str, weights: Weights, recipe: Fp8, dtype: DTypeLike, how: 
     kept = _KEPT.get(key)
     if kept is not None:
         return kept.forms
-    forms = _new_forms(name, weights, recipe, dtype, how)
-    if all(map(_has_values, (*sources, *jax.tree.leaves(forms)))):
-        ends = functools.partial(_forget, key)
-        _KEPT[key] = _Kept(tuple(weakref.ref(source, ends) for source in sources), forms)
+    if not all(map(_has_values, sources)):
+        return forms_of_forward(name, weights, recipe, dtype, how)
+    make = functools.partial(forms_of_forward, name, recipe=recipe, dtype=dtype, how=how)
+    # not tuned: XLA would try each way to transpose all experts, and there may be no memory for the arrays of a trial
+    untuned = {"xla_gpu_autotune_level": "0"}
+    forms: WeightForms = jax.jit(make).lower(weights).compile(compiler_options=untuned)(weights)
+    ends = functools.partial(_forget, key)
+    _KEPT[key] = _Kept(tuple(weakref.ref(source, ends) for source in sources), forms)
     return forms
-
-
-_new_forms = functools.partial(jax.jit, static_argnums=(0, 2, 3, 4))(forms_of_forward)
 
 
 def _forget(key: tuple[Any, ...], _: object) -> None:

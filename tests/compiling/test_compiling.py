@@ -23,6 +23,7 @@ from jgg.launching.compile_ahead import AheadCompiler, Noted  # noqa: E402
 from jgg.launching.interpret import InterpreterLock  # noqa: E402
 from jgg.launching.launch import Launch  # noqa: E402
 from jgg.primitives.product import Product  # noqa: E402
+from tests.support import processes  # noqa: E402
 
 HAS_GLUON_KERNEL = unlike(WARP_SPECIALIZED) is None
 needs_gluon = pytest.mark.skipif(not HAS_GLUON_KERNEL, reason=f"{unlike(WARP_SPECIALIZED)}")
@@ -269,3 +270,25 @@ def test_a_new_result_before_another_array_is_refused():
         ValueError, match=r"new results \['experts'\] after all other arrays, got \['experts', 'counts'\]"
     ):
         triton.call(90, count_experts_kernel, launch)
+
+
+THREADS = """
+from concurrent.futures import ThreadPoolExecutor
+import jax, jgg
+
+def lower(features):
+    x, w = (jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((64, features), (4, 64, features)))
+    run = jax.jit(lambda *arrays: jgg.grouped_gemm(*arrays, implementation="triton"))
+    with jgg.target(90):
+        run.trace(x, w, jax.ShapeDtypeStruct((4,), "int32")).lower(lowering_platforms=("cuda",))
+
+with ThreadPoolExecutor(8) as pool:
+    list(pool.map(lower, range(64, 64 + 8 * 16, 16)))
+print("lowered")
+"""
+
+
+@pytest.mark.thorough
+def test_threads_may_compile_the_first_kernels_of_a_process():
+    """Triton's modules import each other: a thread once imported one that another had not completed."""
+    assert processes.printed(processes.start("-c", THREADS, JAX_PLATFORMS="cpu")) == "lowered\n"

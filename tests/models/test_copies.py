@@ -14,6 +14,7 @@ import jgg
 import jgg.models
 from jgg.core.quantized import QuantizedArray
 from jgg.integrations import lm_eval_batches
+from jgg.linear.weights import forms_of_forward
 from jgg.models import decoding, forms, loading, stacks
 from jgg.models.generation import generate
 from jgg.models.requests import asked
@@ -77,7 +78,7 @@ def test_forms_are_of_the_weights_that_a_model_has_now(experts):
     assert (again.log_probabilities != first.log_probabilities).any()
 
 
-def test_nothing_is_kept_inside_a_trace_or_of_deleted_weights():
+def test_nothing_is_kept_of_traced_or_deleted_weights():
     model = invariant()
     own = set(map(id, arrays_of(model)))
 
@@ -85,8 +86,9 @@ def test_nothing_is_kept_inside_a_trace_or_of_deleted_weights():
         return sum(not own.isdisjoint(key) for key in list(forms._KEPT))
 
     traced = jax.jit(lambda model: jax.tree.leaves(decoding.split_model(model)[1]))(model)
-    jax.jit(lambda x: (x, len(decoding.split_model(model))))(1)
     assert kept() == 0
+    jax.jit(lambda x: (x, len(decoding.split_model(model))))(1)
+    assert kept() == 2
     made = decoding.split_model(model)[1]
     jax.tree.map(np.testing.assert_array_equal, traced, jax.tree.leaves(made))
     assert kept() == 2
@@ -110,7 +112,11 @@ def calls():
     how = stacks.How(None, stacks.current_target())
     yield decoding.start, (*split, prompts, request), plan
     yield decoding.advance, (*split, state, request, np.zeros(1, bool), 3), plan
-    yield forms._new_forms, ("w_down", value, jgg.Fp8(), model.options.dtype, how), {}
+    yield (
+        jax.jit(forms_of_forward, static_argnums=(0, 2, 3, 4)),
+        ("w_down", value, jgg.Fp8(), model.options.dtype, how),
+        {},
+    )
     yield loading._with_layer, (value, of_layer, 0), {"count": 2, "where": None}
     yield losses._sum_of_losses, (model, batch, True), {}
     yield lm_eval_batches._scores, (*nnx.split(model), IDS, IDS[..., None], IDS > 0), {}
