@@ -36,7 +36,7 @@ PROMPT = NEW_TOKENS = 128
 CHUNK = 32  # tokens of a row that are timed together
 BATCHES = 1, 64, 256  # sequences of generation
 ROWS = 32  # sequences whose losses are computed at once
-PROBLEMS, ANSWERS = 32, 8  # of reinforcement learning
+PROBLEMS, ANSWERS, LEARNED = 32, 8, 16  # of reinforcement learning; the last: sequences that are learned at once
 
 
 class Line(NamedTuple):
@@ -183,7 +183,7 @@ def policy_gradient(job: Job) -> Iterator[Line]:
 
     trainer = jgg.train.Trainer(model, optax.adam(1e-4), loss, wrt=nnx.LoRAParam, accumulate=True)
     del model
-    parts, sampled = PROBLEMS * ANSWERS // ROWS, []
+    parts, sampled = PROBLEMS * ANSWERS // LEARNED, []
 
     def batch_of(step: int) -> dict[str, np.ndarray]:
         begin = time.perf_counter()

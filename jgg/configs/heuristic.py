@@ -4,6 +4,7 @@ The kernels for one generation of GPUs come first, with the tables `_CHOICES` an
 """
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -28,8 +29,9 @@ _ROWS_FOR_SHORT_STEPS = 224  # of a group, on average
 _TILES_OF_STORED = (
     (24, Tile(32, 128, 64), 4, 4),
     (64, Tile(64, 128, 64), 3, 4),
-    (ROWS_OF_STORED, Tile(128, 128, 64), 4, 2),
+    (math.inf, Tile(128, 128, 64), 4, 2),
 )
+_MOST_ROWS_OF_FP8 = 320  # which takes longer to dequantize before the product than MXFP4 takes to unpack
 _LEAST_ROWS_OF_STORED = 12  # with fewer, tiles of 16 rows are as fast
 _ROWS_OF_ONE_GROUP = 128  # up to which one matrix is read by tiles of few columns, so that all multiprocessors read it
 
@@ -147,16 +149,17 @@ def plain_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: 
     return _fitted(problem, target, config)
 
 
-def stored_config(problem: GroupedGemmProblem, target: Target) -> KernelConfigForward | None:
+def stored_config(problem: GroupedGemmProblem, target: Target, w_is_packed: bool) -> KernelConfigForward | None:
     """A configuration of the plain kernel that reads weights as they are stored, and multiplies by them from the left.
 
     None where groups have so few or so many rows, or w so few columns, that another way is faster, or the GPU cannot.
     """
     rows, columns = problem.rows_of_groups / problem.num_experts, problem.out_features
     is_filled = problem.num_experts * (columns // 128) >= target.num_sms
-    if not (problem.rows_are_aligned and is_filled and _LEAST_ROWS_OF_STORED < rows <= ROWS_OF_STORED):
+    most = ROWS_OF_STORED if w_is_packed else _MOST_ROWS_OF_FP8
+    if not (problem.rows_are_aligned and is_filled and _LEAST_ROWS_OF_STORED < rows <= most):
         return None
-    tile, stages, programs = next(found for most, *found in _TILES_OF_STORED if rows <= most)
+    tile, stages, programs = next(found for limit, *found in _TILES_OF_STORED if rows <= limit)
     if not multiplies_from_left(problem, target, tile):
         return None
     options = {"num_warps": 4, "num_stages": stages, "programs_per_sm": programs, "fuse_scatter": False}

@@ -121,7 +121,7 @@ def _config_for_reading(
     """
     scaled_features = w_block[1 if problem.w_layout == "enk" else 0]
     has_scales = scaled_features >= _LEAST_STEP if w_is_packed else scaled_features % _STEP_OF_LEFT == 0
-    from_left = stored_config(problem, target) if config is None and has_scales else None
+    from_left = stored_config(problem, target, w_is_packed) if config is None and has_scales else None
     if from_left is not None:
         return from_left
     config = choose_config(KernelConfigForward, problem, target, config)
