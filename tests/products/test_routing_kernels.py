@@ -72,8 +72,7 @@ def test_logits(num_tokens, features, num_experts, x_dtype, w_dtype, precision, 
     multiply = jax.jit(functools.partial(LOGITS, How(implementation, current_target()), precision=precision))
     got = multiply(Logits(x, w))
     np.testing.assert_allclose(got, np.asarray(x, np.float64) @ np.asarray(w, np.float64), rtol=1e-5, atol=1e-4)
-    if implementation == "triton":
-        np.testing.assert_array_equal(multiply(Logits(x[-1:], w))[0], got[-1])
+    np.testing.assert_array_equal(multiply(Logits(x[-1:], w))[0], got[-1])
 
 
 @pytest.mark.gpu
