@@ -122,7 +122,7 @@ def test_scale_measures_what_is_sent(tmp_path):
         JAX_PLATFORMS="cpu",
         XLA_FLAGS=flags,
     )
-    _, errors = process.communicate(timeout=240)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 0, errors
     measured = json.loads((tmp_path / "scale.json").read_text())["measurements"]
     assert [m["name"] for m in measured] == ["one device", *SENT]

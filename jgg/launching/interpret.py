@@ -74,7 +74,7 @@ def call(kernel: Any, launch: Launch) -> dict[str, jax.Array]:
 
     from triton.tools.tensor_descriptor import TensorDescriptor
 
-    from jgg.launching.jax_triton_fixes import host_tensor
+    from jgg.launching.jax_triton_fixes import host_tensor, products_in_order
 
     kernel = _interpreted(kernel)
     axes = varying_axes(*arrays.values())
@@ -88,7 +88,7 @@ def call(kernel: Any, launch: Launch) -> dict[str, jax.Array]:
         for key, tma in launch.descriptors.items():
             tensors[key] = TensorDescriptor(tensors[key], tma.shape, tma.strides, tma.block_shape)
         # as on a GPU, Inf and NaN are values like any other
-        with INTERPRETER_LOCK.interprets(), np.errstate(all="ignore"):
+        with INTERPRETER_LOCK.interprets(), products_in_order(), np.errstate(all="ignore"):
             kernel[launch.grid](**tensors, **constant, **launch.constants)
         return {key: output.astype(types[key].dtype) for key, output in outputs.items()}
 

@@ -21,15 +21,18 @@ The private parts that are used:
 | --- | --- | --- |
 | the folder to which jax-triton 0.4.1 dumps kernels | while it dumps, nothing is compiled ahead | two threads would make the same folder |
 | `tl.standard._sum_combine` and `_elementwise_max` | Triton's interpreter computes them as NumPy's sum and maximum | results are right, but computed element by element: routing 20 tokens takes 4 s, not 1 |
+| `interpreter_builder.create_dot` | interpreted products add their terms in one order | NumPy's BLAS picks an order for each shape and processor: the bits of a row depend on both |
 | the methods of torch's tensor that `_HostTensor` has | the interpreter of Triton 3.7 to 3.9 calls them | the interpreter needs torch |
 """  # noqa: E501
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
 import re
 import sys
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import jax_triton
@@ -208,6 +211,26 @@ def interpreted_reductions() -> dict[str, triton.JITFunction]:
     names = {"add": "_sum_combine", "highest": "_elementwise_max"}
     standard = vars(triton.language.standard)
     return {own: standard[name] for own, name in names.items() if name in standard}
+
+
+@contextlib.contextmanager
+def products_in_order() -> Iterator[None]:
+    """Has interpreted kernels add the terms of a product one after another; for one thread at a time."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    vars(interpreter_builder)["create_dot"] = _dot_in_order
+    try:
+        yield
+    finally:
+        del vars(interpreter_builder)["create_dot"]
+
+
+def _dot_in_order(left: Any, right: Any, added: Any, *_: Any) -> Any:
+    """`added + left @ right`, from the first term to the last in every element, whatever the shapes."""
+    total = added.data.copy()
+    for column, row in zip(left.data.T.astype(total.dtype), right.data.astype(total.dtype), strict=True):
+        total += np.multiply.outer(column, row)  # rounded twice: NumPy never fuses the two on any processor
+    return type(added)(total, added.dtype.scalar)
 
 
 def host_tensor(array: np.ndarray) -> "_HostTensor":

@@ -245,7 +245,7 @@ def test_command_as_installed_starts_quietly():
     scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
     module, function = scripts["jgg"].split(":")
     command = [sys.executable, "-c", f"import sys, {module}; sys.exit({module}.{function}())", "info"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.startswith("Versions\n")
 

@@ -194,7 +194,7 @@ def test_kernels_of_a_program_are_compiled_side_by_side(wrap, folder, compiled, 
     assert len(compiled) == 2
     for path in folder.iterdir():
         path.unlink()
-    compile_kernel, both = triton_lib.compile_ttir_inplace, threading.Barrier(2, timeout=60)
+    compile_kernel, both = triton_lib.compile_ttir_inplace, threading.Barrier(2, timeout=300)
 
     def with_the_other(*arguments):
         both.wait()

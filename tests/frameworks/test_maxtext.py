@@ -275,6 +275,6 @@ def test_the_command_refuses_before_it_trains(tmp_path):
     settings = OPTIONS | TRAINING | {"quantization": "int8", "base_output_directory": tmp_path}
     given = [f"{key}={value}" for key, value in settings.items()]
     process = processes.start("-m", "jgg.integrations.maxtext", base_config(), *given, DECOUPLE_GCLOUD="TRUE")
-    _, errors = process.communicate(timeout=120)
+    _, errors = process.communicate(timeout=300)
     assert process.returncode == 1
     assert "ValueError: quantization must be '' with jgg's block of experts, got 'int8'." in errors

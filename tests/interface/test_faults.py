@@ -96,7 +96,7 @@ def test_what_is_written_at_once_is_whole_at_any_time(tmp_path):
 def test_text_is_utf_8_in_any_locale(tmp_path):
     program = f"from jgg.core import files; files.replace_text(files.Path({str(tmp_path)!a}) / 'a', '\\u00fc')"
     environment = os.environ | {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=300)
     assert (tmp_path / "a").read_bytes() == b"\xc3\xbc"
 
 

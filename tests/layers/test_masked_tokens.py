@@ -64,6 +64,11 @@ def apply(layer, params, x, selection_bias, mask=None, implementation=None, quan
     return results, gradients
 
 
+def as_near_as_xla(got, want):
+    """Of rows that XLA multiplies at other places of a product, where it may add in another order."""
+    assert_close(got, want, 1e-6)
+
+
 def shared_part(layer, params, tokens):
     """The shared experts' result in float64."""
     if not layer.shared_features:
@@ -83,7 +88,8 @@ def test_the_tokens_that_count_are_as_if_they_were_alone(options, implementation
     (whole, of_whole), _ = run(X, selection_bias)
     (alone, of_alone), (d_alone, dx_alone) = run(X[MASK], selection_bias)
 
-    np.testing.assert_array_equal(y[MASK], whole[MASK])
+    same = np.testing.assert_array_equal if implementation == "triton" else as_near_as_xla
+    same(y[MASK], whole[MASK])
     assert_close(y[MASK], alone)
     assert_close(y[~MASK] + 1, shared_part(layer, params, X[~MASK]) + 1)
     assert_close((d_params, dx[MASK]), (d_alone, dx_alone))
@@ -161,7 +167,7 @@ def modules(**options):
 
 def test_flax_layers_take_a_mask():
     own, linen = modules()
-    np.testing.assert_array_equal(own(X, mask=MASK), np.where(MASK[..., None], own(X), 0))
+    as_near_as_xla(own(X, mask=MASK), np.where(MASK[..., None], own(X), 0))
     np.testing.assert_array_equal(linen(X, mask=MASK), own(X, mask=MASK))
 
 

@@ -87,7 +87,7 @@ def test_in_another_thread_the_signal_is_the_program_s(tmp_path, received):
 
     thread = threading.Thread(target=run)
     thread.start()
-    assert is_begun.wait(60)
+    assert is_begun.wait(300)
     signal.raise_signal(signal.SIGTERM)
     thread.join()
     assert [record.step for record in told] == [3] and received == [signal.SIGTERM]

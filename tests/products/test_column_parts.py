@@ -42,10 +42,7 @@ def test_parts_of_columns_change_no_bit(biased, w_layout, implementation, part_w
     for width in (80, 32):
         part_width(width)
         results.append(run(floats, chosen, dy, implementation, w_layout=w_layout, num_rows=20))
-    equal = np.testing.assert_array_equal
-    if implementation == "interpret":  # where NumPy multiplies blocks, by its place in one a column may differ in bits
-        equal = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
-    jax.tree.map(equal, *results)
+    jax.tree.map(np.testing.assert_array_equal, *results)
 
 
 @pytest.mark.gpu

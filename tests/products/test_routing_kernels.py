@@ -72,8 +72,21 @@ def test_logits(num_tokens, features, num_experts, x_dtype, w_dtype, precision, 
     multiply = jax.jit(functools.partial(LOGITS, How(implementation, current_target()), precision=precision))
     got = multiply(Logits(x, w))
     np.testing.assert_allclose(got, np.asarray(x, np.float64) @ np.asarray(w, np.float64), rtol=1e-5, atol=1e-4)
-    if implementation == "triton":
-        np.testing.assert_array_equal(multiply(Logits(x[-1:], w))[0], got[-1])
+    np.testing.assert_array_equal(multiply(Logits(x[-1:], w))[0], got[-1])
+
+
+@pytest.mark.interpret
+@pytest.mark.parametrize("num_tokens", [1, 33])
+def test_interpreted_products_add_from_the_first_feature_to_the_last(num_tokens):
+    """On every processor, so that tests can compare the bits of interpreted kernels."""
+    rng = np.random.default_rng(num_tokens)
+    x, w = (rng.normal(size=shape).astype(np.float32) for shape in ((num_tokens, 300), (300, 17)))
+    how = How("interpret", current_target())
+    got = LOGITS(how, Logits(jnp.asarray(x), jnp.asarray(w)), precision=jax.lax.Precision.HIGHEST)
+    want = np.zeros((num_tokens, 17), np.float32)
+    for column, row in zip(x.T, w, strict=True):
+        want += np.multiply.outer(column, row)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.gpu
