@@ -16,6 +16,8 @@ from .tiles import add, row_pointers
 
 BETA, RECALL, READ, WRITE = (tl.constexpr(number) for number in range(4))
 FACTORS = tl.constexpr(4)
+LEAST_LOG_DECAY = tl.constexpr(-104.0)  # exp of less is 0 in float32
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -28,9 +30,14 @@ def root_of(x, tokens, EPSILON: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def sums_of(log_decay, resets, at, rows, exists, tokens):
-    """Sums of log decays from a chunk's first token to each token and to the last, and the same sums of resets."""
+    """Sums of log2 decays from a chunk's first token to each token and to the last, and the same sums of resets.
+
+    The sums of decays are float64: after a strong decay, their differences are small numbers between large ones.
+    """
     log_decays = tl.load(log_decay + at, mask=exists, other=0.0)
-    sums, total = tl.associative_scan(log_decays, 0, add), tl.reduce(log_decays, 0, add)
+    # bounded first: the sum of two finite numbers may be infinite, and the difference of such sums NaN
+    log2_decays = tl.where(log_decays < LEAST_LOG_DECAY, LEAST_LOG_DECAY, log_decays).to(tl.float64) * LOG2_E
+    sums, total = tl.associative_scan(log2_decays, 0, add), tl.reduce(log2_decays, 0, add)
     count, all_resets = tokens * 0, 0
     if resets is not None:
         is_reset = (tl.load(resets + rows, mask=exists, other=0) != 0).to(tl.int32)
@@ -42,16 +49,20 @@ def sums_of(log_decay, resets, at, rows, exists, tokens):
 def decays_of(sums, count, tokens):
     """The decay from each token (column) to each (row), 0 to those before it and to those of other sequences."""
     is_before = (tokens[None, :] <= tokens[:, None]) & (count[:, None] == count[None, :])
-    # masked first: above the diagonal the exponents have no bound
-    return tl.exp(tl.where(is_before, sums[:, None] - sums[None, :], float("-inf")))
+    # each sum as two float32: there are few sums and many differences
+    high = sums.to(tl.float32)
+    low = (sums - high.to(tl.float64)).to(tl.float32)
+    exponents = (high[:, None] - high[None, :]) + (low[:, None] - low[None, :])
+    # masked first: above the diagonal the exponents are large
+    return tl.exp2(tl.where(is_before, exponents, float("-inf")))
 
 
 @triton.jit
 def state_decays_of(sums, total, count, all_resets):
     """The decays from the state before a chunk to each token, from each token to the end, and from start to end."""
-    since_start = tl.where(count == 0, tl.exp(sums), 0.0)
-    until_end = tl.where(count == all_resets, tl.exp(total - sums), 0.0)
-    return since_start, until_end, tl.where(all_resets == 0, tl.exp(total), 0.0)
+    since_start = tl.where(count == 0, tl.exp2(sums.to(tl.float32)), 0.0)
+    until_end = tl.where(count == all_resets, tl.exp2((total - sums).to(tl.float32)), 0.0)
+    return since_start, until_end, tl.where(all_resets == 0, tl.exp2(total.to(tl.float32)), 0.0)
 
 
 @triton.jit

@@ -108,6 +108,7 @@ def add_by_matrices(
     d_recalling,
     d_writing,
     d_weights,
+    d_own,
     d_a,
     decays,
     betas,
@@ -121,16 +122,18 @@ def add_by_matrices(
 ):
     """Adds the gradients of q and k by way of P = scale q k^T decays and A = beta k k^T decays, of the normalized ones.
 
-    Also returns the decays times their gradients.
+    The gradient of P's diagonal, where no decays are, is d_own. Also returns the decays times their gradients.
     """
-    d_weights = d_weights * decays * SCALE
+    is_before = tokens[None, :] < tokens[:, None]
+    d_weights = tl.where(is_before, d_weights * decays, 0.0) * SCALE
     qk = tl.dot(q_block, k_block.T, input_precision=PRECISION)
     of_decays = d_weights * qk * (q_root[:, None] * k_root[None, :])
+    d_weights = tl.where(tokens[None, :] == tokens[:, None], (d_own * SCALE)[:, None], d_weights)
     d_weights_k = (d_weights * k_root[None, :]).to(k_block.dtype)
     dq_acc = tl.dot(d_weights_k, k_block, dq_acc, input_precision=PRECISION)
     d_weights_q = (d_weights * q_root[:, None]).to(k_block.dtype)
     d_writing = tl.dot(d_weights_q.T, q_block, d_writing, input_precision=PRECISION)
-    d_a = tl.where(tokens[None, :] < tokens[:, None], d_a * decays, 0.0) * -betas[:, None]
+    d_a = tl.where(is_before, d_a * decays, 0.0) * -betas[:, None]
     kk = tl.dot(k_block, k_block.T, input_precision=PRECISION)
     of_decays += d_a * kk * (k_root[:, None] * k_root[None, :])
     d_a_k = ((d_a + d_a.T) * k_root[None, :]).to(k_block.dtype)
@@ -177,6 +180,7 @@ def delta_rule_gradients_kernel(
     tokens, features = tl.arange(0, CHUNK), tl.arange(0, BLOCK_FEATURES)
     places = chunk * CHUNK + tokens
     exists = places < length
+    last = tl.minimum(length - chunk * CHUNK, CHUNK) - 1
     rows = sequence * length + places
     at_keys = row_pointers(key_head * FEATURES, rows, features, KEY_HEADS * FEATURES)
     is_key = exists[:, None] & (features < FEATURES)[None, :]
@@ -189,6 +193,7 @@ def delta_rule_gradients_kernel(
     d_recalling = tl.full([CHUNK, BLOCK_FEATURES], 0.0, tl.float32)
     d_writing = tl.full([CHUNK, BLOCK_FEATURES], 0.0, tl.float32)
     of_q, of_recalling, of_writing = q_root * 0, q_root * 0, q_root * 0  # their products with queries or keys
+    d_own = q_root * 0  # of the weights of tokens' own corrections, for all heads
     for number in tl.range(0, GROUP, num_stages=1):
         head = key_head * GROUP + number
         at = rows * HEADS + head
@@ -232,14 +237,19 @@ def delta_rule_gradients_kernel(
         d_sums = dot_rows(dq_acc, q + at_keys, is_key) * q_root - of_q
         d_sums += dot_rows(d_recalling, k + at_keys, is_key) * k_root - of_recalling
         d_until_end = dot_rows(d_writing, k + at_keys, is_key) * k_root - of_writing
+        # no log decay is between the last token and the end, and its gradient would hide smaller ones
+        d_until_end = tl.where(tokens == last, 0.0, d_until_end)
         d_sums -= d_until_end
         d_last_sum = tl.reduce(d_until_end, 0, add) + tl.reduce(d_total, 0, add) * total
 
+        # no decays are in them, and they would hide smaller gradients from the next head: the last one adds them
+        d_own += tl.reduce(tl.where(tokens[None, :] == tokens[:, None], d_weights, 0.0), 1, add)
         dq_acc, d_recalling, d_writing, of_decays = add_by_matrices(
             dq_acc,
             d_recalling,
             d_writing,
             d_weights,
+            tl.where(number == GROUP - 1, d_own, 0.0),
             d_a,
             decays_of(sums, count, tokens),
             betas,
@@ -257,7 +267,7 @@ def delta_rule_gradients_kernel(
 
         # a token's log decay is in the sums from it on
         d_sums += tl.reduce(of_decays, 1, add) - tl.reduce(of_decays, 0, add)
-        d_log = tl.reduce(d_sums, 0, add) - tl.associative_scan(d_sums, 0, add) + d_sums
+        d_log = tl.associative_scan(d_sums, 0, add, reverse=True)
         tl.store(d_log_decay + at, d_log + d_last_sum, mask=exists)
         tl.store(d_beta + at, d_betas, mask=exists)
     dq_block = normalization_gradient(dq_acc, tl.load(q + at_keys, mask=is_key, other=0.0), q_root)

@@ -6,8 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from jgg.models.delta_rule import delta_rule, delta_rule_one
+from tests.support import generated
 from tests.support.closeness import assert_close, distance
 from tests.support.marks import INTERPRET, TRITON, on
 
@@ -22,6 +25,8 @@ SIZES = {
     "none": (2, 0, 1, 2, 4, 4),
 }
 QUICK = "chunks with", "one chunk without", "odd with", "short without", "one token with", "none without"
+GATED = 1, 70, 1, 2, 16, 8  # the sizes of what tests of gates compute
+GATES = (0.0, -1e-6, -0.01, -0.5, -3.0, -8.0, -20.0, -50.0, -88.0, -103.0, -105.0, -1e3, -1e5, -1e30, -3e38)
 CASES = {f"{name} {'with' if resets else 'without'}": (name, resets) for name in SIZES for resets in (True, False)}
 
 
@@ -118,7 +123,45 @@ def test_delta_rule(name, has_resets, implementation):
     size = SIZES[name]
     arrays, resets, dy, d_state = random(size)
     got = run_and_gradients(arrays, resets if has_resets else None, dy, d_state, implementation)
-    assert_close(got, rule64(arrays, resets & has_resets, dy, d_state), 2e-5)
+    assert_close(got, rule64(arrays, resets & has_resets, dy, d_state))
+
+
+def check_gates(log_decay, resets, implementation):
+    """Whether results and gradients of tokens [S] or [S, heads] with these log decays are those of float64."""
+    arrays, _, dy, d_state = random(GATED)
+    log_decay = np.reshape(log_decay, (1, GATED[1], -1))
+    arrays[3] = jnp.asarray(np.broadcast_to(log_decay, arrays[3].shape), jnp.float32)
+    resets = jnp.asarray(resets)[None]
+    got = run_and_gradients(arrays, resets, dy, d_state, implementation)
+    # numbers near the smallest of float32 have fewer digits
+    assert_close(got, rule64(arrays, np.asarray(resets), dy, d_state), least_scale=1e-25)
+
+
+def gates(name):
+    """Log decays [S, heads]."""
+    rng, shape = np.random.default_rng(1), (GATED[1], GATED[3])
+    if name == "moderate, then weak":
+        return np.where(np.arange(shape[0])[:, None] < 40, -20.0, -0.01)
+    if name.startswith("all "):
+        return np.full(shape, float(name.removeprefix("all ")))
+    return np.where(rng.random(shape) < 0.3, float(name), -0.01)
+
+
+@on("xla", INTERPRET, TRITON)
+@pytest.mark.parametrize("name", ["-88", "-1e5", "-3e38", "moderate, then weak", "all -8", "all -20", "all -3e38"])
+def test_strong_decays_change_nothing_after_them(name, implementation):
+    """Neither do they in a sequence that begins after them."""
+    check_gates(gates(name), np.arange(GATED[1]) == 50, implementation)
+
+
+@on("xla", pytest.param("interpret", marks=[pytest.mark.interpret, pytest.mark.thorough]), TRITON)
+@generated.examples(6)
+@given(
+    log_decay=st.lists(st.sampled_from(GATES), min_size=GATED[1] * GATED[3], max_size=GATED[1] * GATED[3]),
+    resets=st.sets(st.integers(0, GATED[1] - 1), max_size=3),
+)
+def test_any_gates_beside_each_other(log_decay, resets, implementation):
+    check_gates(np.reshape(log_decay, (GATED[1], GATED[3])), np.isin(np.arange(GATED[1]), list(resets)), implementation)
 
 
 @pytest.mark.parametrize(

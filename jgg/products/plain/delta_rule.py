@@ -5,7 +5,8 @@ A head has a state S [K, V], of which each token t first forgets a share, and th
     S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - exp(g_t) k_t^T S_(t-1))^T,    y_t = scale q_t^T S_t
 
 Within a chunk of C tokens, let b be the sums of g from the chunk's first token on, D_ij = exp(b_i - b_j) for j <= i,
-and S the state before the chunk. The corrections M [C, V] of all its tokens solve a triangular system:
+and S the state before the chunk. Each b_i - b_j is computed without rounding errors of b, which a strong decay before
+both tokens makes large. The corrections M [C, V] of all its tokens solve a triangular system:
 
     (I + A) M = V - exp(b) K S,                          A_ij = (k_i . k_j) D_ij beta_j for j < i
     Y = scale (exp(b) Q S + (Q K^T * D) beta M),         the next S = exp(b_C) S + K^T (exp(b_C - b) beta M)
@@ -124,10 +125,10 @@ def _chunks(
     size, key_heads = k.shape[2:4]
     v = v.astype(jnp.float32).reshape(*v.shape[:3], key_heads, -1, v.shape[4])
     log_decay, beta = (_of_heads(array.astype(jnp.float32), key_heads) for array in (log_decay, beta))
-    sums = jnp.cumsum(log_decay, axis=-1)  # [N, B, H, G, C]
     tokens = jnp.arange(size, dtype=jnp.int32)
     mask = (tokens[:, None] >= tokens[None]).reshape(1, 1, 1, 1, size, size)
-    since_start, until_end = jnp.exp(sums), jnp.exp(sums[..., -1:] - sums)
+    between = _sums_between(log_decay)  # [N, B, H, G, C, C]
+    since_start, until_end = jnp.exp(jnp.cumsum(log_decay, axis=-1)), jnp.exp(between[..., -1, :])
     total = since_start[..., -1:]
     if resets is not None:
         count = jnp.cumsum(resets, axis=2, dtype=jnp.int32)[:, :, None, None]  # [N, B, 1, 1, C]
@@ -135,8 +136,7 @@ def _chunks(
         since_start = jnp.where(count == 0, since_start, 0)
         until_end = jnp.where(count == count[..., -1:], until_end, 0)
         total = jnp.where(count[..., -1:] == 0, total, 0)
-    # masked first: above the diagonal the exponents have no bound
-    decays = jnp.exp(jnp.where(mask, sums[..., :, None] - sums[..., None, :], -jnp.inf))
+    decays = jnp.exp(jnp.where(mask, between, -jnp.inf))
     kk = jnp.einsum("nbchk,nbshk->nbhcs", k, k, precision=_PRECISION)[:, :, :, None]
     qk = jnp.einsum("nbchk,nbshk->nbhcs", q, k, precision=_PRECISION)[:, :, :, None]
     inverse = _inverse(kk * decays * beta[..., None, :])
@@ -150,6 +150,17 @@ def _chunks(
         write=until_end * beta,
         total=total[..., None],
     )
+
+
+def _sums_between(log_decay: jax.Array) -> jax.Array:
+    """Sums [..., C, C] of the log decays after each token (column) up to each later one (row).
+
+    Each is a sum of its own. Differences of sums since the first token would have their rounding errors, which are
+    large after a strong decay.
+    """
+    size = log_decay.shape[-1]
+    rows = jnp.broadcast_to(log_decay[..., :, None], (*log_decay.shape, size))
+    return jnp.cumsum(jnp.tril(rows, -1), axis=-2)
 
 
 def _of_heads(array: jax.Array, key_heads: int) -> jax.Array:
