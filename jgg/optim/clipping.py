@@ -18,8 +18,8 @@ def qk_clip(model: Decoder, max_logits: Mapping[str, ArrayLike], threshold: floa
 
     If the largest logit S of a head is above the threshold, all its logits are multiplied by `threshold / S`; other
     heads do not change. The keys are multiplied by the square root of this factor, and the queries too. Keys that
-    several heads share are multiplied by the smallest of these heads' roots, and each head's queries by the rest. A head
-    whose largest logit is NaN or infinite does not count as above the threshold.
+    several heads share are multiplied by the smallest of these heads' roots, and each head's queries by the rest. A
+    head whose largest logit is NaN or infinite does not count as above the threshold.
 
     LoRA adapters of queries and keys are scaled together with their matrices, also if these are frozen: save the model
     then, not the adapters alone.
