@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from jgg.core.arguments import as_array, check, check_instance
 from jgg.hf.mixers import AttentionConfig, LatentConfig
+from jgg.linear.lora import adapter_names
 from jgg.models import Decoder
 
 
@@ -17,7 +18,11 @@ def qk_clip(model: Decoder, max_logits: Mapping[str, ArrayLike], threshold: floa
 
     If the largest logit S of a head is above the threshold, all its logits are multiplied by `threshold / S`; other
     heads do not change. The keys are multiplied by the square root of this factor, and the queries too. Keys that
-    several heads share are multiplied by the smallest of these heads' roots, and each head's queries by the rest.
+    several heads share are multiplied by the smallest of these heads' roots, and each head's queries by the rest. A
+    head whose largest logit is NaN or infinite does not count as above the threshold.
+
+    LoRA adapters of queries and keys are scaled together with their matrices, also if these are frozen: save the model
+    then, not the adapters alone.
 
     In latent attention all heads share the rotated keys: these do not change, and the rotated queries are multiplied by
     the whole factor. If a model normalizes queries and keys, the scales of the norms are multiplied; where all heads of
@@ -54,7 +59,8 @@ def qk_clip(model: Decoder, max_logits: Mapping[str, ArrayLike], threshold: floa
         largest = as_array(f"max_logits[{name!r}]", max_logits[name])
         shape = counts[name], own.num_heads
         check(largest.shape == shape, f"max_logits[{name!r}] must be {list(shape)}, got {list(largest.shape)}.")
-        factors[name] = threshold / jnp.maximum(largest.astype(jnp.float32), threshold)
+        largest = largest.astype(jnp.float32)
+        factors[name] = jnp.where(jnp.isfinite(largest), threshold / jnp.maximum(largest, threshold), 1.0)
     for name, own in mixers.items():
         mixer = getattr(getattr(model, name), own.kind)
         if isinstance(own, LatentConfig):
@@ -111,9 +117,13 @@ def _each(parts: tuple[tuple[jax.Array, int], ...]) -> jax.Array:
 
 
 def _scale(mixer: Any, name: str, factors: jax.Array, offset: float = 0.0) -> None:
-    """Multiplies a parameter [layers, ..., features], to which `offset` is added where it is used, by its features."""
-    variable = getattr(mixer, name)
-    value = variable.get_value()
-    wide = value.astype(jnp.float32)
-    by = factors.reshape(len(factors), *[1] * (value.ndim - 2), factors.shape[1])
-    variable.set_value(((wide + offset) * by - offset).astype(value.dtype))
+    """Multiplies a parameter [layers, ..., features], to which `offset` is added where it is used, by its features.
+
+    The b of a matrix's adapter has the same features.
+    """
+    names = [name, *(own for own in adapter_names(name)[1:] if hasattr(mixer, own))]
+    for variable in (getattr(mixer, own) for own in names):
+        value = variable.get_value()
+        wide = value.astype(jnp.float32)
+        by = factors.reshape(len(factors), *[1] * (value.ndim - 2), factors.shape[1])
+        variable.set_value(((wide + offset) * by - offset).astype(value.dtype))

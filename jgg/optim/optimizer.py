@@ -82,7 +82,8 @@ def muon(
       weight_decay, weight_decay_mask: the weight decay of matrices, as in `optax.adamw`.
       mu_dtype: dtype of the momentum, also of AdamW's first moment; by default the parameters' dtype.
       nesterov: whether the momentum is Nesterov's, also that of AdamW.
-      adaptive: whether a matrix's update is multiplied by its inner product with the momentum.
+      adaptive: whether a matrix's update is multiplied by its inner product with the momentum. Each matrix of a stack
+        has its own factor; `optax.contrib.muon` has one for the whole parameter.
       adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate: arguments of AdamW, which trains the other
         parameters. By default its learning rate is `learning_rate`.
       muon_weight_dimension_numbers: which parameters are matrices: a pytree of `optax.contrib.MuonDimensionNumbers`
@@ -153,7 +154,7 @@ def _labels(numbers: Any, params: Any) -> Any:
     check(
         any(own is not None for own in found),
         "muon_weight_dimension_numbers must choose a parameter, got none. By default these are arrays of two or more "
-        "axes whose names begin with w_, except embeddings, heads, routers and LoRA's factors.",
+        "axes whose names begin with w_, except embeddings, heads, routers, LoRA's factors and vectors [..., N, 1].",
     )
     treedef = jax.tree.structure(params)
     return jax.tree.unflatten(treedef, ["adam" if own is None else "muon" for own in found])

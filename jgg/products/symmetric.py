@@ -10,6 +10,7 @@ from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds
 from jgg.launching.choice import How, Launcher
+from jgg.primitives.barrier import barrier
 from jgg.primitives.partitioning import WHOLE, Letters
 from jgg.primitives.product import Product, array_type
 from jgg.products.forward import FORWARD, Forward
@@ -95,7 +96,9 @@ def _problem(
 
 
 def _apply_plain(operands: Apply, dtype: Any, precision: jax.lax.Precision) -> jax.Array:
-    return jnp.matmul(operands.p, operands.x, precision=precision, preferred_element_type=dtype)
+    product = jnp.matmul(operands.p, operands.x, precision=precision, preferred_element_type=dtype)
+    # XLA for CPUs moves a transpose of the result into the product, and then has none of bfloat16 in float32
+    return barrier(product) if dtype != operands.p.dtype else product
 
 
 def _apply_launch(launcher: Launcher, operands: Apply, dtype: Any, precision: jax.lax.Precision) -> jax.Array:

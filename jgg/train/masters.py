@@ -31,6 +31,9 @@ def float32_masters(
     parameter with AdamW; the model and its gradients stay 16-bit. Parameters of other dtypes, such as float32 adapters,
     train as without this function.
 
+    A parameter that something else sets, such as `jgg.optim.qk_clip`, `jgg.nnx.load_params` or an average of weights,
+    counts: each number that is not its master, rounded, becomes the master with the next update.
+
     Examples:
       >>> optimizer = jgg.train.float32_masters(optax.adamw(1e-4))
       >>> params = {"w": jnp.ones(3, jnp.bfloat16)}
@@ -48,8 +51,8 @@ def float32_masters(
       as in `float32_masters(optax.apply_if_finite(optimizer, 5))`, and so does `optax.MultiSteps`, which then adds up
       gradients in float32. `init` takes the parameters for the masters' first values. `update` needs the parameters,
       and returns updates in float32: `optax.apply_updates` gives each parameter the master's value, rounded to nearest.
-      If that is less than 2**-15 of the parameter's value before (for float16: 2**-12), it is off by up to 2**-24 of
-      that one until the next step.
+      If that is less than 2**-15 of the parameter's value before (for float16: 2**-12), it can be off by up to 2**-24
+      of that one, and the master takes its value with the next update.
     """
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()
@@ -63,14 +66,14 @@ def float32_masters(
     def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, MastersState]:
         if params is None:
             raise ValueError("params must be the parameters, as in optimizer.update(updates, state, params), got None.")
-        trained = jax.tree.map(lambda p, master: master if _is_short(p) else p, params, state.masters)
+        trained = jax.tree.map(_trained, params, state.masters)
         gradients = jax.tree.map(lambda p, g: _in_float32(g) if _is_short(p) else g, params, updates)
         updates, inner_state = inner.update(gradients, state.inner, trained, **extra)
 
-        def moved(param: jax.Array, master: Any, step: jax.Array) -> Any:
-            return master + _in_float32(step) if _is_short(param) else master
+        def moved(param: jax.Array, own: jax.Array, step: jax.Array) -> Any:
+            return own + _in_float32(step) if _is_short(param) else optax.MaskedNode()
 
-        masters = jax.tree.map(moved, params, state.masters, updates)
+        masters = jax.tree.map(moved, params, trained, updates)
         updates = jax.tree.map(_step_to, params, masters, updates)
         return updates, MastersState(masters, inner_state)
 
@@ -85,6 +88,15 @@ def _in_float32(array: jax.Array) -> jax.Array:
     return array.astype(jnp.float32) if _is_short(array) else array
 
 
+def _trained(param: jax.Array, master: Any) -> jax.Array:
+    """What the optimizer within trains: the master, but the parameter's numbers that are not the master's, rounded."""
+    if not _is_short(param):
+        return param
+    wide = param.astype(jnp.float32)
+    # 0 and -0 are equal: an update that rounds to -0 leaves 0
+    return jnp.where(_rounded(master, param.dtype) == wide, master, wide)
+
+
 def _step_to(param: jax.Array, master: Any, step: jax.Array) -> jax.Array:
     """What must be added to a parameter so that it becomes its master, rounded; `step` where it has none."""
     return _rounded(master, param.dtype) - param.astype(jnp.float32) if _is_short(param) else step
@@ -92,7 +104,10 @@ def _step_to(param: jax.Array, master: Any, step: jax.Array) -> jax.Array:
 
 def _rounded(array: jax.Array, dtype: Any) -> jax.Array:
     """A float32 array rounded to a dtype, in float32; XLA may leave out a plain conversion there and back."""
+    info = jnp.finfo(dtype)
+    rounded = jax.lax.reduce_precision(array, info.nexp, info.nmant)
     if dtype == jnp.bfloat16:
-        return jax.lax.reduce_precision(array, exponent_bits=8, mantissa_bits=7)
-    # reduce_precision makes float16's subnormal numbers 0
-    return jax.lax.optimization_barrier(array.astype(dtype)).astype(jnp.float32)
+        return rounded
+    # reduce_precision makes float16's subnormal numbers 0; they are multiples of the smallest
+    smallest = float(info.smallest_subnormal)
+    return jnp.where(jnp.abs(array) < info.tiny, jnp.round(array / smallest) * smallest, rounded)

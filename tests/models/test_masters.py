@@ -83,17 +83,64 @@ def test_parameters_are_their_masters_rounded(dtype, bits, jit):
 
     @jit
     def move(before, after):
-        optimizer = float32_masters(optax.identity())
-        state = optimizer.init(before)._replace(masters=after)
-        updates, state = optimizer.update(jnp.zeros_like(before), state, before)
+        to_after = optax.stateless(lambda updates, params: after - params)
+        optimizer = float32_masters(to_after)
+        updates, state = optimizer.update(jnp.zeros_like(before), optimizer.init(before), before)
         return optax.apply_updates(before, updates), state.masters
 
-    got, masters = move(before, after)
-    np.testing.assert_array_equal(masters, after)
+    got, after = move(before, after)
     exact, before, got = (np.asarray(each.astype(dtype), np.float64) for each in (after, before, got))
     shrinks = (np.abs(exact) < 2.0**-bits * np.abs(before)) & (exact != 0)
     np.testing.assert_array_equal(got[~shrinks], exact[~shrinks])
     assert np.all(np.abs(got - exact)[shrinks] <= 2.0**-24 * np.abs(before)[shrinks])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("jit", [jax.jit, lambda f: f])
+def test_parameters_that_are_set_become_the_masters(dtype, jit):
+    """In the program of a step too, where XLA need not round; all others keep what they have in float32 alone."""
+    params, optimizer = params_of(dtype), float32_masters(optax.sgd(SMALL_RATE))
+    moved, state = trained(optimizer, params, steps=3)
+    scale = jnp.ones((17, 5)).at[:9].set(0.3).at[3, 2].set(jnp.nan)
+
+    @jit
+    def set_and_step(params, state, gradients):
+        params = params | {"w": (params["w"].astype(jnp.float32) * scale).astype(dtype)}
+        updates, state = optimizer.update(gradients, state, params)
+        return optax.apply_updates(params, updates), state
+
+    gradients = gradients_at(7, params)
+    got, after = set_and_step(moved, state, gradients)
+    before, own = (np.asarray(each, np.float32) for each in (moved["w"], state.masters["w"]))
+    assert np.mean(own != before) > 0.9
+    wanted = np.where(scale == 1, own, before * scale) - SMALL_RATE * np.asarray(gradients["w"], np.float32)
+    np.testing.assert_allclose(after.masters["w"][9:], wanted[9:], rtol=1e-6, atol=1e-9)
+    np.testing.assert_allclose(after.masters["w"], wanted, rtol=float(jnp.finfo(dtype).eps), atol=1e-9)
+    rounded = after.masters["w"].astype(dtype)
+    np.testing.assert_array_equal(got["w"].astype(jnp.float32), rounded.astype(jnp.float32))
+
+
+def test_parameters_that_are_set_between_gradients_of_a_step():
+    """By an assignment, between two gradients that MultiSteps adds up."""
+    model = Line()
+    optimizer = nnx.Optimizer(model, float32_masters(optax.MultiSteps(optax.sgd(0.5), 2)), wrt=nnx.Param)
+    gradients = jax.tree.map(jnp.ones_like, nnx.state(model, nnx.Param))
+    optimizer.update(model, gradients)
+    model.w[...], model.offset[...] = jnp.asarray([4.0, 5.0, 6.0], jnp.bfloat16), jnp.float32(1.5)
+    optimizer.update(model, gradients)
+    np.testing.assert_array_equal(model.w[...].astype(jnp.float32), [3.5, 4.5, 5.5])
+    np.testing.assert_array_equal(model.offset[...], 1.0)
+
+
+def test_numbers_that_round_to_zero_add_up():
+    """Of float16, and in both directions, though an update never gives a parameter -0."""
+    params = {"w": jnp.zeros(2, jnp.float16)}
+    got, state = params, (optimizer := float32_masters(optax.sgd(1e-8))).init(params)
+    for _ in range(4):
+        updates, state = optimizer.update({"w": jnp.asarray([1, -1], jnp.float16)}, state, got)
+        got = optax.apply_updates(got, updates)
+    np.testing.assert_allclose(state.masters["w"], [-4e-8, 4e-8], rtol=1e-6)
+    np.testing.assert_array_equal(got["w"], state.masters["w"].astype("float16"))
 
 
 def test_leaves_without_masters_and_extra_arguments():

@@ -93,21 +93,30 @@ def test_any_axes_may_be_rows_and_columns(shape, numbers):
     np.testing.assert_allclose(got, wanted, atol=1e-4)
 
 
-def test_which_parameters_are_matrices():
+OF_ATTENTION = ["attention/w_k", "attention/w_o", "attention/w_q", "attention/w_v"]
+OF_MOE = ["moe/w_down", "moe/w_gate_up", "moe/w_shared_down", "moe/w_shared_gate_up"]
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted"),
+    [
+        ("glm4_moe", {"layers": OF_ATTENTION + OF_MOE, "dense_layers": [*OF_ATTENTION, "mlp/w_down", "mlp/w_gate_up"]}),
+        # neither their convolutions [L, channels, 1, taps] nor the gates of shared experts [L, H, 1]
+        (
+            "qwen3_next",
+            {"layers": ["delta/w_ba", "delta/w_out", "delta/w_qkvz", *OF_MOE], "layers_3": OF_ATTENTION + OF_MOE},
+        ),
+    ],
+)
+def test_which_parameters_are_matrices(family, wanted):
     model = nnx.eval_shape(
-        lambda: jgg.models.Decoder(jgg.models.model_config(config_of("glm4_moe")), lora_rank=2, rngs=nnx.Rngs(0))
+        lambda: jgg.models.Decoder(jgg.models.model_config(config_of(family)), lora_rank=2, rngs=nnx.Rngs(0))
     )
     found = jax.tree_util.tree_flatten_with_path(
         jgg.optim.matrices(nnx.state(model)), is_leaf=lambda value: isinstance(value, MuonDimensionNumbers)
     )[0]
-    names = {"/".join(str(key.key) for key in path if hasattr(key, "key")) for path, _ in found}
-    of_attention = {f"attention/w_{name}" for name in "qkvo"}
-    of_moe = {f"moe/w_{name}" for name in ("gate_up", "down", "shared_gate_up", "shared_down")}
-    of_dense = {"mlp/w_gate_up", "mlp/w_down"}
-    wanted = {f"layers/{name}" for name in of_attention | of_moe} | {
-        f"dense_layers/{name}" for name in of_attention | of_dense
-    }
-    assert names == wanted
+    names = ["/".join(str(key.key) for key in path if hasattr(key, "key")) for path, _ in found]
+    assert sorted(names) == sorted(f"{stack}/{name}" for stack, own in wanted.items() for name in own)
 
 
 def test_momentum_and_updates_have_their_dtypes():

@@ -9,12 +9,18 @@ from flax import nnx
 import jgg.models
 import jgg.optim
 from jgg.models.max_logits import max_logits
+from jgg.models.parts import ALL_TARGETS
 from tests.support.models import copied, loaded
 
 RNG = np.random.default_rng(11)
 TOKENS = RNG.integers(0, 64, (2, 9))
-# without norms, sinks and biases beside; norms of each head; norms of all heads; latent
+# without norms, with sinks and biases; norms of each head; norms of all heads; latent
 FAMILIES = ("gpt_oss", "qwen3_moe", "olmoe", "deepseek_v3")
+# latent without a rank of queries; with gates; keys that are values; norms and a partial rotation; without positions
+MORE_FAMILIES = tuple(
+    pytest.param(family, marks=pytest.mark.sweep)
+    for family in ("glm4_moe_lite", "qwen3_next", "gemma4_text", "glm4_moe", "granitemoehybrid")
+)
 
 
 @pytest.mark.parametrize("length", [7, 530])  # in one part and in two
@@ -36,21 +42,40 @@ def test_largest_logits_of_the_keys_that_queries_attend_to(length, limits):
     np.testing.assert_allclose(got, np.where(sees, logits, -np.inf).max(axis=(0, 2, 3)), rtol=1e-5)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+def clippable(family, folder):
+    """A model whose adapters, of all matrices that may have one, add as much as the matrices."""
+    folder = copied(family, folder / family, clip_qkv=None)
+    model = jgg.models.load(folder, dtype=jnp.float32, lora_rank=2, lora_targets=ALL_TARGETS)
+    for number, (_, variable) in enumerate(nnx.iter_graph(model)):
+        if isinstance(variable, nnx.LoRAParam):
+            variable[...] = 0.5 * jax.random.normal(jax.random.key(number), variable.shape)
+    return model
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])
 def test_no_logit_of_the_first_layer_is_above_the_threshold(family, tmp_path):
     """Those of the heads that were below stay; of later layers also the input has changed."""
-    model = jgg.models.load(copied(family, tmp_path / family, clip_qkv=None), dtype=jnp.float32)
-    before = model.max_logits(TOKENS)
+    model, max_logits = clippable(family, tmp_path), jax.jit(lambda model: model.max_logits(TOKENS))
+    before = max_logits(model)
     for largest in before.values():
         assert np.all(np.isfinite(largest))
-    name = model.config.plan[0].name
-    threshold = float(np.median(before[name][0]))
+    plan = next(plan for plan in model.config.plan if plan.name in before)
+    first = before[plan.name][0]
+    threshold = float(np.median(first))
     assert threshold > 0
     jgg.optim.qk_clip(model, before, threshold)
-    got, wanted = model.max_logits(TOKENS)[name][0], jnp.minimum(before[name][0], threshold)
-    if model.config.plan[0].mixer.kind == "attention" and model.config.plan[0].mixer.qk_norm == "head":
-        wanted = before[name][0] * threshold / jnp.max(before[name][0])  # heads share the norms' scales
-    np.testing.assert_allclose(got, wanted, rtol=1e-4)
+    wanted = jnp.minimum(first, threshold)
+    if plan.mixer.kind == "attention" and plan.mixer.qk_norm == "head":
+        wanted = first * threshold / jnp.max(first)  # heads share the norms' scales
+    np.testing.assert_allclose(max_logits(model)[plan.name][0], wanted, rtol=1e-4)
+
+
+def test_logits_that_are_not_finite_change_nothing():
+    model = loaded("qwen3_moe")
+    before = jax.tree.map(jnp.copy, nnx.state(model))
+    shape = model.config.plan[0].count, model.config.plan[0].mixer.num_heads
+    jgg.optim.qk_clip(model, {"layers": jnp.resize(jnp.asarray([jnp.nan, jnp.inf, -jnp.inf, 1.0]), shape)}, 2.0)
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
 
 
 def test_a_high_threshold_changes_nothing():
