@@ -31,12 +31,11 @@ from jgg.linear.weights import as_matrix
 from jgg.products.add_gated import ADD_GATED, AddGated
 from jgg.router.logits import compute_matrix_logits
 from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss
+from jgg.router.options import RouterOptions
 from jgg.router.routing import (
     Routing,
     as_given_choices,
     as_selection_bias,
-    check_counts,
-    check_scores,
     compute_routing,
     with_factors,
     without_masked,
@@ -85,10 +84,9 @@ class MoELayer(LayerOptions, InFeatures):
                 plain[field.name] = as_flag(field.name, getattr(self, field.name))
         if plain["topk"] > plain["num_experts"]:
             raise ValueError(f"topk must be between 1 and num_experts, {self.num_experts}, got {self.topk}.")
-        check_counts(*(plain[name] for name in ("num_experts", "topk", "num_groups", "topk_groups")))
-        normalize, plain["scale"] = check_scores(self.score, plain["topk"], self.normalize, self.scale)
-        if self.normalize is not None:  # None stays, for `dataclasses.replace` with another topk
-            plain["normalize"] = normalize
+        plain |= self.router._asdict()
+        if self.normalize is None:  # which stays, for `dataclasses.replace` with another topk
+            del plain["normalize"]
         lora = self.lora.checked((*TARGETS, *OF_DENSE))
         if not plain["shared_features"] and any("shared" in target for target in lora.targets):
             raise ValueError(f"shared_features must be 1 or more for lora_targets {lora.targets}, got 0.")
@@ -136,6 +134,12 @@ class MoELayer(LayerOptions, InFeatures):
         if self.use_shared_gate:
             shapes["w_shared_gate"] = (hidden, 1)
         return shapes
+
+    @property
+    def router(self) -> RouterOptions:
+        """The options of the router."""
+        named = {name: getattr(self, name) for name in RouterOptions._fields}
+        return RouterOptions.checked(self.num_experts, **named)
 
     @property
     def lora(self) -> Lora:
@@ -301,7 +305,6 @@ class MoELayer(LayerOptions, InFeatures):
     ) -> tuple[jax.Array, Metrics]:
         """y and metrics of the tokens x [T, H]; with a sharding, x is one device's part of the tokens."""
         token_axes, how = () if sharding is None else sharding.token_axes, How(options.implementation, current_target())
-        normalize, _ = check_scores(self.score, self.topk, self.normalize, self.scale)
         x, mask = arrays["x"], arrays.get("mask")
         logits = compute_matrix_logits(
             arrays.get("router_x", x),
@@ -315,12 +318,7 @@ class MoELayer(LayerOptions, InFeatures):
             arrays.get("selection_bias"),
             arrays.get("topk_indices"),
             how,
-            topk=self.topk,
-            score=self.score,
-            normalize=normalize,
-            scale=self.scale,
-            num_groups=self.num_groups,
-            topk_groups=self.topk_groups,
+            self.router,
         )
         if self.use_router_scale:
             routing = with_factors(routing, arrays["scale_router"])

@@ -10,7 +10,8 @@ from jgg.core.arguments import as_array, as_mask, check_integers, check_one_of, 
 from jgg.core.gpu_target import current_target
 from jgg.core.schedule import saturated_int32
 from jgg.launching.choice import How
-from jgg.router.routing import SCORES, as_logits, as_selection_bias, compute_order
+from jgg.router.options import SCORES
+from jgg.router.routing import as_logits, as_selection_bias, compute_order
 
 
 def load_balancing_loss(
