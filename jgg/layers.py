@@ -39,6 +39,7 @@ from jgg.router.routing import (
     compute_routing,
     with_factors,
     without_masked,
+    zeroed,
 )
 from jgg.sharding import MoESharding
 
@@ -202,7 +203,8 @@ class MoELayer(LayerOptions, InFeatures):
             a choice of the router, as in `jgg.route`. The losses are then those of the experts used.
           mask: bool or number [...] for the tokens of x, False or 0 for those that do not count, such as padding; by
             default all count. Tokens that do not count go to no expert: their y is that of the shared experts, or zero,
-            they have no part in the router's losses, and no row is multiplied for them.
+            they have no part in the router's losses, and no row is multiplied for them. They may hold anything: NaN,
+            infinity, and what is too large for shared experts, which take it for zeros, reach no gradient.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
             router and the shared experts have their weights on every device.
           precision: as in `jgg.grouped_gemm`.
@@ -306,8 +308,10 @@ class MoELayer(LayerOptions, InFeatures):
         """y and metrics of the tokens x [T, H]; with a sharding, x is one device's part of the tokens."""
         token_axes, how = () if sharding is None else sharding.token_axes, How(options.implementation, current_target())
         x, mask = arrays["x"], arrays.get("mask")
+        # 0 times NaN is NaN, so what a masked token holds must not reach a product
+        arrays = {**arrays, **{n: zeroed(arrays[n], mask) for n in ("x", "router_x") if n in arrays}}
         logits = compute_matrix_logits(
-            arrays.get("router_x", x),
+            arrays.get("router_x", arrays["x"]),
             arrays["w_router"],
             arrays.get("b_router"),
             options.precision,
@@ -332,7 +336,7 @@ class MoELayer(LayerOptions, InFeatures):
             overflow,
             routing.topk_indices,
         )
-        return self._with_shared(y, arrays, how, options) if self.shared_features else y, metrics
+        return self._with_shared(y, _bounded(x, mask), arrays, how, options) if self.shared_features else y, metrics
 
     def _experts(
         self, arrays: Mapping[str, Any], routing: Routing, sharding: MoESharding | None, options: MlpOptions
@@ -347,9 +351,10 @@ class MoELayer(LayerOptions, InFeatures):
             return compute_mlp(tokens, weights, routing, options), jnp.int32(0)
         return compute_mlp_on_device(tokens, weights, routing.topk_weights, routing.topk_indices, sharding, options)
 
-    def _with_shared(self, y: jax.Array, arrays: Mapping[str, Any], how: How, options: MlpOptions) -> jax.Array:
-        """The experts' y plus the shared experts' y of all tokens."""
-        x = arrays["x"]
+    def _with_shared(
+        self, y: jax.Array, x: jax.Array, arrays: Mapping[str, Any], how: How, options: MlpOptions
+    ) -> jax.Array:
+        """The experts' y plus the shared experts' y of all tokens x [T, H]."""
         named: Any = {"precision": options.precision, "implementation": options.implementation}
         multiply: Any = functools.partial(dense, **named, batch_invariant=True)
         pre_activation = multiply(x, arrays["w_shared_gate_up"])
@@ -358,6 +363,15 @@ class MoELayer(LayerOptions, InFeatures):
         if self.use_shared_gate:
             gate = compute_matrix_logits(x, arrays["w_shared_gate"], None, **named)
         return ADD_GATED(how, alike(AddGated(y, shared, gate)))
+
+
+def _bounded(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """x [T, H] with zeros for masked tokens that hold NaN, infinity, or more than shared experts can compute with."""
+    if mask is None:
+        return x
+    squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1)
+    # the product of gate and up grows with the square of a token, and its derivative too
+    return zeroed(x, mask | jnp.isfinite(jnp.square(squares)))
 
 
 def _as_router_x(router_x: ArrayLike, shape: tuple[int, ...]) -> jax.Array:

@@ -187,6 +187,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
           mask: bool or number [...], False or 0 for the tokens of x that do not count, such as padding; by default all
             count. Tokens that do not count go to no expert and cost no expert's time: their result is that of the
             shared experts, or zero. They are not in "group_sizes", nor in the losses, and their "topk_indices" are -1.
+            They may hold anything, NaN too: what they hold reaches no gradient of parameters or other tokens.
           router_x: [..., H], what the router multiplies for each token of x, where that is not x itself.
           adapters: whether the layer has its LoRA adapters; False computes the layer without them.
         """

@@ -271,6 +271,11 @@ def without_masked(routing: Routing, mask: jax.Array, num_experts: int, how: How
     return Routing(topk_weights, topk_indices, *compute_order(topk_indices, num_experts, how))
 
 
+def zeroed(array: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """An array [T, ...] with zeros for tokens whose mask [T] is False, so that NaN there reaches no sum or gradient."""
+    return array if mask is None else jnp.where(mask.reshape(-1, *[1] * (array.ndim - 1)), array, 0.0)
+
+
 def as_logits(logits: ArrayLike) -> jax.Array:
     """The logits as an array; raises unless they are float [T, E]."""
     logits = as_array("logits", logits)
