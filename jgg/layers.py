@@ -200,7 +200,8 @@ class MoELayer(LayerOptions, InFeatures):
           selection_bias: float [E] with `use_selection_bias`, else None.
           router_x: [..., H], what the router multiplies for each token of x, of any float dtype; None for x itself.
           topk_indices: integer [..., k] for the tokens of x, experts to use instead of the router's choice, with -1 for
-            a choice of the router, as in `jgg.route`. The losses are then those of the experts used.
+            a choice of the router, as in `jgg.route`: an index past the last expert adds nothing, and an expert given
+            twice counts twice. The losses are then those of the experts used.
           mask: bool or number [...] for the tokens of x, False or 0 for those that do not count, such as padding; by
             default all count. Tokens that do not count go to no expert: their y is that of the shared experts, or zero,
             they have no part in the router's losses, and no row is multiplied for them. They may hold anything: NaN,
