@@ -13,6 +13,7 @@ from jgg.data.rendering import NO_TEMPLATE, Conversation, UnmarkedError
 from jgg.data.tokenizers import encode, is_special, kind_and_text, last_token
 
 _SAID = "content", "tool_calls", "reasoning_content", "thinking"  # the keys for what a message says
+_SWITCHES = {"weight": ((0, 1), "0 or 1"), "train": ((False, True), "true or false")}  # whether a message is learned
 
 
 class Text(NamedTuple):
@@ -36,19 +37,20 @@ def encode_conversation(
 
     Args:
       tokenizer: what `load_tokenizer` returned.
-      messages: the conversation, as `apply_chat_template` takes it. Messages after the assistant's last are left out,
-        and an assistant's message that comes first is not learned.
+      messages: the conversation, as `apply_chat_template` takes it. Messages after the last that is learned are left
+        out, and an assistant's message that comes first is not learned. Nor is one with "weight" 0 or "train" false;
+        the template does not get these two keys.
       tools: the tools that the assistant may use, as `apply_chat_template` takes them.
       date: the date for templates that write today's, such as gpt-oss's; None for today.
 
     Returns:
-      The texts, each with its tokens and, for each of these, whether it is learned.
+      The texts, each with its tokens and, for each of these, whether it is learned; none if no message is learned.
 
     Raises:
       UnmarkedError, a ValueError: the template fails, or it changes the messages before a turn of the assistant once
         that turn is added.
-      ValueError: a message says nothing, no message of the assistant follows another message, or the folder has no chat
-        template.
+      ValueError: a message says nothing or has a wrong "weight" or "train", no message of the assistant follows another
+        message, or the folder has no chat template.
     """
     return [(text.tokens, text.learned) for text in texts_of(tokenizer, messages, tools, date)]
 
@@ -68,10 +70,14 @@ def texts_of(
         raise ValueError("messages must have one before the assistant's, got it alone")
     if tokenizer.chat_template is None:
         raise ValueError(NO_TEMPLATE)
-    turns = [n for n in said if n]
-    conversation = Conversation(tokenizer, messages, tools, date, end_token)
+    turns = [n for n in said if n and _is_learned(messages[n])]
+    if not turns:
+        return []
+    plain = [{key: value for key, value in message.items() if key not in _SWITCHES} for message in messages]
+    conversation = Conversation(tokenizer, plain, tools, date, end_token)
     if conversation.is_marked:
-        return [_marked(conversation, turns)]
+        unlearned = [n for n in said if n < turns[-1] and not _is_learned(messages[n])]
+        return [_marked(conversation, turns, unlearned)]
     return _compared(conversation, turns)
 
 
@@ -92,6 +98,16 @@ def _check(number: int, message: Any) -> None:
     if not any(key in message for key in _SAID):
         got = ", ".join(map(str, message))
         raise ValueError(f'messages must have "content" or "tool_calls", got one with {got} as message {number}')
+    for key, (values, expected) in _SWITCHES.items():
+        value = message.get(key)
+        is_bool = isinstance(value, bool)
+        if value is not None and (is_bool != isinstance(values[0], bool) or value not in values):
+            raise ValueError(f'"{key}" of message {number} must be {expected}, got {repr(value)[:80]}')
+
+
+def _is_learned(message: Any) -> bool:
+    """Whether neither of its keys says that a message is not learned."""
+    return all(message.get(key) is None or message[key] for key in _SWITCHES)
 
 
 class _Marking:
@@ -179,16 +195,24 @@ def _learn_turn(conversation: Conversation, marking: _Marking, turn: int) -> boo
     return True
 
 
-def _marked(conversation: Conversation, turns: list[int]) -> Text:
+def _marked(conversation: Conversation, turns: list[int], unlearned: list[int]) -> Text:
     """The text in which the template itself marks what is learned."""
     tokenizer, written = conversation.tokenizer, conversation.written(turns[-1] + 1)
-    marking = _Marking(tokenizer, written.text)
-    for start, end in written.blocks:
+    marking, left_out = _Marking(tokenizer, written.text), set[int]()
+    for turn in unlearned:
+        left_out.update(range(_count(conversation, turn), _count(conversation, turn + 1)))
+    own = [block for number, block in enumerate(written.blocks) if number not in left_out]
+    for start, end in own:
         marking.learn(start, end)
     last = conversation.end(turns[-1], marking.tokens)
-    closing = {last_token(tokenizer, marking.tokens[: marking.up_to(end)]) for _, end in written.blocks}
+    closing = {last_token(tokenizer, marking.tokens[: marking.up_to(end)]) for _, end in own}
     if closing - {last, tokenizer.eos_token_id, conversation.end_token}:
         alone = ((turn, encode(tokenizer, conversation.text(turn + 1), is_rendered=True)[0]) for turn in turns[:-1])
         ends = {conversation.end(turn, tokens) for turn, tokens in alone}
         marking.ends |= {token for token in closing & ends if token is not None}
     return marking.finished(last, conversation.end_token)
+
+
+def _count(conversation: Conversation, count: int) -> int:
+    """The number of blocks that the template marks in the first messages."""
+    return len(conversation.written(count).blocks) if count else 0

@@ -36,7 +36,8 @@ def examples_of(
 
     - "prompt" and "completion", tokenized as one text; the completion is learned.
     - "text", all of which is learned.
-    - "messages", and maybe "tools", a list or the JSON of one; the messages of the assistant are learned.
+    - "messages", and maybe "tools", a list or the JSON of one; the messages of the assistant are learned, except those
+      with "weight" 0 or "train" false.
 
     Any row may have a "weight", 0 or from 1e-30 to 1e30; it is 1 by default. Other keys are ignored.
 
@@ -48,7 +49,7 @@ def examples_of(
         token.
       date: as in `encode_conversation`.
 
-    Returns: one example; several for some conversations, see `encode_conversation`.
+    Returns: one example; several for some conversations, see `encode_conversation`, and none if no message is learned.
     Raises: ValueError: the row has none of these, its text has half of a pair of surrogates, or the template fails.
     """
     return [example for example, _ in examples_with_ends(row, tokenizer, end_token, date)]
