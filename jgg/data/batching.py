@@ -35,7 +35,7 @@ class Batches:
       num_sequences: sequences in an epoch. Where files are mixed, the weights of the learned tokens of an epoch add up
         to those of all files together.
       fill: the share of the positions in sequences that have a token.
-      end_tokens: the special tokens with which examples end, sorted.
+      end_tokens: the tokens with which examples, and turns of an assistant in them, end, sorted.
       largest_token: the largest token, which `check_vocabulary` can compare with a model's vocabulary.
       digest: a hash, in hexadecimal digits, of the tokens, of which are learned, and of their weights. A run that
         resumes compares it.

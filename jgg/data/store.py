@@ -14,9 +14,8 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from jgg.data.examples import Example, examples_of
+from jgg.data.examples import Example, examples_with_ends
 from jgg.data.reading import rows
-from jgg.data.tokenizers import end_of
 
 ROWS_AT_ONCE = 128  # rows in memory, which threads tokenize
 
@@ -34,7 +33,7 @@ class Store(NamedTuple):
       num_cut: rows that were longer than a sequence, and lost their end.
       num_left_out: rows that had nothing to learn, or nothing was left of it.
       largest_token: the largest of all.
-      end_tokens: the special tokens with which examples end that are not cut, sorted.
+      end_tokens: the tokens with which examples that are not cut, and turns of an assistant in them, end, sorted.
       digest: of the tokens, and of which are learned and how much; of hexadecimal digits.
     """
 
@@ -87,10 +86,10 @@ def fill(
     try:
         with tempfile.TemporaryFile() as file:
             writer = _Writer(file, length, splits)
-            read = functools.partial(examples_of, tokenizer=tokenizer, end_token=end_token, date=date)
+            read = functools.partial(examples_with_ends, tokenizer=tokenizer, end_token=end_token, date=date)
             tokenizer("", verbose=False)  # forgets what tokenizer.json has of padding, as threads must not side by side
             for examples in _examples_of_rows(paths, read):
-                writer.add(examples, tokenizer)
+                writer.add(examples)
             if not writer.sizes:
                 cut = f"; rows that were cut to {length} tokens: {writer.num_cut}" if writer.num_cut else ""
                 files = ", ".join(map(str, paths))
@@ -104,11 +103,11 @@ def fill(
 
 
 def _examples_of_rows(
-    paths: Sequence[str | os.PathLike[str]], read: Callable[[Any], list[Example]]
-) -> Iterator[list[Example]]:
+    paths: Sequence[str | os.PathLike[str]], read: Callable[[Any], list[tuple[Example, set[int]]]]
+) -> Iterator[list[tuple[Example, set[int]]]]:
     """The examples of each row, in order; threads tokenize, for which the tokenizer lets go of Python's lock."""
 
-    def named(row: tuple[str, Any]) -> list[Example]:
+    def named(row: tuple[str, Any]) -> list[tuple[Example, set[int]]]:
         try:
             return read(row[1])
         except ValueError as error:
@@ -129,17 +128,17 @@ class _Writer:
         self.ends: set[int] = set()
         self.digest = hashlib.sha256()
 
-    def add(self, examples: list[Example], tokenizer: Any) -> None:
-        """Writes the examples of a row."""
+    def add(self, examples: list[tuple[Example, set[int]]]) -> None:
+        """Writes the examples of a row, each with the tokens that end what it teaches."""
         before, is_cut = len(self.sizes), False
-        for tokens, learned, weight in examples:
+        for (tokens, learned, weight), ends in examples:
             if not weight:
                 continue
             marked = np.where(learned, tokens, ~tokens)
             if len(tokens) > self.length + 1 and not self.splits:
                 marked, is_cut = marked[: self.length + 1], True
-            elif (end := end_of(tokenizer, tokens)) is not None:
-                self.ends.add(end)
+            else:
+                self.ends |= ends
             for start in range(0, max(len(marked) - 1, 1), self.length):
                 self._add(marked[start : start + self.length + 1], weight)
         self.num_cut += is_cut

@@ -94,13 +94,22 @@ def stop_tokens(folder: str | os.PathLike[str], adapter: str | os.PathLike[str] 
 
 
 def end_of(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> int | None:
-    """Returns the special token at the end of a text, or None; white space behind it does not count."""
-    for token in map(int, reversed(ids)):
-        if token in tokenizer.added_tokens_decoder:
-            return token
-        if tokenizer.decode([token]).strip():
-            return None
-    return None
+    """Returns the special token at the end of a text, or None; white space behind it does not count.
+
+    A token such as "</tool_call>" that was added to the vocabulary is special only if the tokenizer says so.
+    """
+    token = last_token(tokenizer, ids)
+    return token if token is not None and is_special(tokenizer, token) else None
+
+
+def last_token(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> int | None:
+    """The last token of a text that is not white space alone."""
+    return next((token for token in map(int, reversed(ids)) if tokenizer.decode([token]).strip()), None)
+
+
+def is_special(tokenizer: Any, token: int) -> bool:
+    """Whether a token is left out of texts; quicker than the tokenizer's table of all added tokens."""
+    return not tokenizer.decode([token], skip_special_tokens=True) and bool(tokenizer.decode([token]))
 
 
 def check_vocabulary(tokenizer: Any, ids: Sequence[int] | np.ndarray, config: ModelConfig, where: object) -> None:
@@ -111,6 +120,12 @@ def check_vocabulary(tokenizer: Any, ids: Sequence[int] | np.ndarray, config: Mo
             f"{where} must have tokens below the model's vocab_size, {config.vocabulary}, got {largest}, "
             f"{tokenizer.convert_ids_to_tokens(largest)!r}: the tokenizer has tokens that the model has not"
         )
+
+
+def shared_length(*texts: str) -> int:
+    """The number of characters with which all texts begin."""
+    pairs = zip(min(texts), max(texts), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def kind_and_text(error: Exception) -> str:
