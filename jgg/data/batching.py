@@ -72,8 +72,7 @@ class Batches:
         """The batch of a number from 0; see `batches`."""
         if index < 0 or not (self._is_endless or index < len(self)):
             raise IndexError(f"index must be at least 0 and, without a seed, below {len(self)}, got {index}")
-        numbers = range(index * self._per_batch, (index + 1) * self._per_batch)
-        sequences = [self._dataset[n] for n in numbers if self._is_endless or n < self.num_sequences]
+        sequences = self._sequences(index)
         batch: dict[str, np.ndarray] = {
             name: np.zeros((self._per_batch, self._shape[2]), dtype) for name, dtype in _DTYPES.items()
         }
@@ -83,6 +82,21 @@ class Batches:
             total = np.sum(batch["weights"], dtype=np.float64)
             batch["weights"] = (batch["weights"] * (self._shape[0] / total)).astype(np.float32)
         return {name: array.reshape(self._shape) for name, array in batch.items()}
+
+    def num_bytes(self, index: int) -> np.ndarray:
+        """The bytes in UTF-8 of what each sequence of batch `index` teaches, times the weights of the rows.
+
+        A token counts for the bytes of the text that it stands for: a special token for none, and one of several that
+        share a character for its share of them.
+
+        Returns: float64 [accumulate, batch_size].
+        """
+        found = [sequence["num_bytes"] for sequence in self._sequences(index)]
+        return np.array([*found, *[0.0] * (self._per_batch - len(found))]).reshape(self._shape[:2])
+
+    def _sequences(self, index: int) -> list[dict[str, np.ndarray]]:
+        numbers = range(index * self._per_batch, (index + 1) * self._per_batch)
+        return [self._dataset[n] for n in numbers if self._is_endless or n < self.num_sequences]
 
     def of_step(self, step: int) -> dict[str, np.ndarray]:
         """The batch of a step of training, from 1, as `jgg.train.Trainer.fit` asks for it."""
@@ -191,8 +205,9 @@ class _Sequences:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         sequence = {name: np.zeros(self._length, dtype) for name, dtype in _DTYPES.items()}
-        start = 0
-        for segment, number in enumerate(self._order[self._bounds[index] : self._bounds[index + 1]], 1):
+        start, numbers = 0, self._order[self._bounds[index] : self._bounds[index + 1]]
+        sequence["num_bytes"] = np.dot(self._store.num_bytes[numbers], self._store.weights[numbers].astype(np.float64))
+        for segment, number in enumerate(numbers, 1):
             tokens, learned, weight = self._store.example(number)
             own = slice(start, start + len(tokens) - 1)
             sequence["tokens"][own], sequence["targets"][own] = tokens[:-1], tokens[1:]

@@ -9,19 +9,29 @@ import datetime
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from jgg.data.rendering import NO_TEMPLATE, Conversation, UnmarkedError
-from jgg.data.tokenizers import encode, is_special, kind_and_text, last_token
+from jgg.data.tokenizers import bytes_of_tokens, encode, is_special, kind_and_text, last_token
 
 _SAID = "content", "tool_calls", "reasoning_content", "thinking"  # the keys for what a message says
 _SWITCHES = {"weight": ((0, 1), "0 or 1"), "train": ((False, True), "true or false")}  # whether a message is learned
 
 
 class Text(NamedTuple):
-    """The tokens of a text, which of them are learned, and the tokens among them that end an assistant's message."""
+    """A text to learn from.
+
+    Attributes:
+      tokens: its tokens.
+      learned: which of them are learned.
+      ends: the tokens among them that end it or an assistant's message.
+      num_bytes: the bytes that each stands for, as `bytes_of_tokens` says; int [size].
+    """
 
     tokens: list[int]
     learned: list[bool]
     ends: set[int]
+    num_bytes: np.ndarray
 
 
 def encode_conversation(
@@ -153,7 +163,8 @@ class _Marking:
             self.tokens, self.learned, end = [*self.tokens, end_token], [*self.learned, True], end_token
         if end is not None:
             self.ends.add(end)
-        return Text(self.tokens, self.learned, self.ends)
+        num_bytes = bytes_of_tokens(self._tokenizer, self.text, self.tokens, self._past)
+        return Text(self.tokens, self.learned, self.ends, num_bytes)
 
 
 def _compared(conversation: Conversation, turns: list[int]) -> list[Text]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jgg.data.chat import Text, texts_of
-from jgg.data.tokenizers import encode, end_of
+from jgg.data.tokenizers import bytes_of_tokens, encode, end_of
 
 WEIGHTS = 1e-30, 1e30  # within float32's range, and so are their products and sums
 
@@ -52,13 +52,13 @@ def examples_of(
     Returns: one example; several for some conversations, see `encode_conversation`, and none if no message is learned.
     Raises: ValueError: the row has none of these, its text has half of a pair of surrogates, or the template fails.
     """
-    return [example for example, _ in examples_with_ends(row, tokenizer, end_token, date)]
+    return [example for example, _ in examples_with_texts(row, tokenizer, end_token, date)]
 
 
-def examples_with_ends(
+def examples_with_texts(
     row: Any, tokenizer: Any, end_token: int | None = None, date: datetime.date | None = None
-) -> list[tuple[Example, set[int]]]:
-    """The examples of `examples_of`, each with the tokens that end it or an assistant's message in it."""
+) -> list[tuple[Example, Text]]:
+    """The examples of `examples_of`, each with its text."""
     weight = _weight_of(row)
     match row:
         case {"prompt": str(prompt), "completion": str(completion)}:
@@ -70,7 +70,7 @@ def examples_with_ends(
         case _:
             keys = '"prompt" and "completion", or "text", or "messages" with roles, one of them "assistant"'
             raise ValueError(f"a row must have {keys}, got {json.dumps(row, default=str)[:80]}")
-    return [(Example(np.array(ids, np.int32), np.array(learned, bool), weight), ends) for ids, learned, ends in found]
+    return [(Example(np.array(own.tokens, np.int32), np.array(own.learned, bool), weight), own) for own in found]
 
 
 def _encode_text(tokenizer: Any, text: str, start: int, end_token: int | None) -> Text:
@@ -80,7 +80,7 @@ def _encode_text(tokenizer: Any, text: str, start: int, end_token: int | None) -
     if end_token is not None and ids[-1:] != [end_token]:
         ids, learned = [*ids, end_token], [*learned, True]
     end = end_of(tokenizer, ids)
-    return Text(ids, learned, set() if end is None else {end})
+    return Text(ids, learned, set() if end is None else {end}, bytes_of_tokens(tokenizer, text, ids, ends))
 
 
 def _has_answer(messages: list[Any]) -> bool:

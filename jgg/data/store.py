@@ -14,7 +14,8 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from jgg.data.examples import Example, examples_with_ends
+from jgg.data.chat import Text
+from jgg.data.examples import Example, examples_with_texts
 from jgg.data.reading import rows
 
 ROWS_AT_ONCE = 128  # rows in memory, which threads tokenize
@@ -30,6 +31,7 @@ class Store(NamedTuple):
       sizes: its number of tokens, int64 [examples], at least 2.
       weights: the weight of each learned token of it, float32 [examples].
       learned: its number of learned tokens, int64 [examples].
+      num_bytes: the bytes in UTF-8 of the text that these tokens stand for, int64 [examples].
       num_cut: rows that were longer than a sequence, and lost their end.
       num_left_out: rows that had nothing to learn, or nothing was left of it.
       largest_token: the largest of all.
@@ -42,6 +44,7 @@ class Store(NamedTuple):
     sizes: np.ndarray
     weights: np.ndarray
     learned: np.ndarray
+    num_bytes: np.ndarray
     num_cut: int
     num_left_out: int
     largest_token: int
@@ -86,7 +89,7 @@ def fill(
     try:
         with tempfile.TemporaryFile() as file:
             writer = _Writer(file, length, splits)
-            read = functools.partial(examples_with_ends, tokenizer=tokenizer, end_token=end_token, date=date)
+            read = functools.partial(examples_with_texts, tokenizer=tokenizer, end_token=end_token, date=date)
             tokenizer("", verbose=False)  # forgets what tokenizer.json has of padding, as threads must not side by side
             for examples in _examples_of_rows(paths, read):
                 writer.add(examples)
@@ -103,11 +106,11 @@ def fill(
 
 
 def _examples_of_rows(
-    paths: Sequence[str | os.PathLike[str]], read: Callable[[Any], list[tuple[Example, set[int]]]]
-) -> Iterator[list[tuple[Example, set[int]]]]:
+    paths: Sequence[str | os.PathLike[str]], read: Callable[[Any], list[tuple[Example, Text]]]
+) -> Iterator[list[tuple[Example, Text]]]:
     """The examples of each row, in order; threads tokenize, for which the tokenizer lets go of Python's lock."""
 
-    def named(row: tuple[str, Any]) -> list[tuple[Example, set[int]]]:
+    def named(row: tuple[str, Any]) -> list[tuple[Example, Text]]:
         try:
             return read(row[1])
         except ValueError as error:
@@ -123,28 +126,29 @@ class _Writer:
 
     def __init__(self, file: IO[bytes], length: int, splits: bool) -> None:
         self.file, self.length, self.splits = file, length, splits
-        self.sizes, self.weights, self.learned = array("q"), array("f"), array("q")
+        self.sizes, self.weights, self.learned, self.num_bytes = array("q"), array("f"), array("q"), array("q")
         self.num_cut = self.num_left_out = self.largest_token = 0
         self.ends: set[int] = set()
         self.digest = hashlib.sha256()
 
-    def add(self, examples: list[tuple[Example, set[int]]]) -> None:
-        """Writes the examples of a row, each with the tokens that end what it teaches."""
+    def add(self, examples: list[tuple[Example, Text]]) -> None:
+        """Writes the examples of a row, each with its text."""
         before, is_cut = len(self.sizes), False
-        for (tokens, learned, weight), ends in examples:
+        for (tokens, learned, weight), text in examples:
             if not weight:
                 continue
             marked = np.where(learned, tokens, ~tokens)
             if len(tokens) > self.length + 1 and not self.splits:
                 marked, is_cut = marked[: self.length + 1], True
             else:
-                self.ends |= ends
+                self.ends |= text.ends
             for start in range(0, max(len(marked) - 1, 1), self.length):
-                self._add(marked[start : start + self.length + 1], weight)
+                own = slice(start, start + self.length + 1)
+                self._add(marked[own], text.num_bytes[own], weight)
         self.num_cut += is_cut
         self.num_left_out += len(self.sizes) == before
 
-    def _add(self, marked: np.ndarray, weight: float) -> None:
+    def _add(self, marked: np.ndarray, num_bytes: np.ndarray, weight: float) -> None:
         num_learned = int(np.sum(marked[1:] >= 0))
         if not num_learned:
             return
@@ -156,12 +160,14 @@ class _Writer:
         self.sizes.append(len(marked))
         self.weights.append(weight)
         self.learned.append(num_learned)
+        self.num_bytes.append(int(np.sum(num_bytes[1 : len(marked)], where=marked[1:] >= 0)))
 
     def store(self) -> Store:
         """What was written."""
         self.file.flush()
         tokens = np.memmap(self.file, "<i4", mode="r")
-        sizes, learned = np.array(self.sizes, np.int64), np.array(self.learned, np.int64)
+        sizes, learned, num_bytes = (np.array(each, np.int64) for each in (self.sizes, self.learned, self.num_bytes))
         weights, starts = np.array(self.weights, np.float32), np.cumsum(sizes) - sizes
         counts = self.num_cut, self.num_left_out, self.largest_token
-        return Store(tokens, starts, sizes, weights, learned, *counts, sorted(self.ends), self.digest.hexdigest())
+        of_examples = tokens, starts, sizes, weights, learned, num_bytes
+        return Store(*of_examples, *counts, sorted(self.ends), self.digest.hexdigest())

@@ -3,6 +3,7 @@
 Transformers tokenizes and decodes, by tokenizer.json and tokenizer_config.json. It needs no PyTorch for that.
 """
 
+import functools
 import itertools
 import os
 from collections.abc import Sequence
@@ -68,6 +69,41 @@ def encode(tokenizer: Any, text: str, *, is_rendered: bool = False) -> tuple[lis
     if [token for token, _ in own[: len(before)]] == before:
         before = []
     return before + [token for token, _ in own], [0] * len(before) + [end for _, end in own]
+
+
+def bytes_of_tokens(tokenizer: Any, text: str, ids: Sequence[int], ends: Sequence[int]) -> np.ndarray:
+    """How many of a text's bytes in UTF-8 each of its tokens stands for, int [size].
+
+    They add up to the bytes of the text without its special tokens, whatever the tokens are decoded to: a tokenizer may
+    put a space before a text, or normalize it. Tokens that share a character share its bytes.
+
+    Args:
+      tokenizer: what `load_tokenizer` returned.
+      text: the text.
+      ids, ends: the tokens and where they end, as `encode` returns them; more tokens may follow, which are not of the
+        text.
+    """
+    own = np.zeros(len(ids), np.int64)
+    if not ends:
+        return own
+    characters = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    widths = 1 + sum((characters >= least).astype(np.int64) for least in (0x80, 0x800, 0x10000))
+    # what follows the last token, such as white space that a normalizer strips, counts for it
+    past = np.concatenate([[0], np.cumsum(widths)])[np.maximum.accumulate([*ends[:-1], len(text)])]
+    _, first, count = np.unique(past, return_index=True, return_counts=True)
+    sharing, place = np.repeat(count, count), np.arange(len(past)) - np.repeat(first, count)
+    whole = np.repeat(np.diff(past[first], prepend=0), count)
+    own[: len(ends)] = whole * (place + 1) // sharing - whole * place // sharing
+    special = _special_tokens(tokenizer)
+    for number, (token, end) in enumerate(zip(ids, ends, strict=False)):
+        if token in special and text.endswith(special[token], 0, end):  # which that of unknown text does not
+            own[number] -= len(special[token].encode())
+    return own
+
+
+@functools.lru_cache(maxsize=1)
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
+    return {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
 
 
 def continuation(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
