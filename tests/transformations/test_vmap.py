@@ -124,10 +124,10 @@ WITHOUT_TOKENS = {
 @pytest.mark.parametrize("function", WITHOUT_TOKENS.values(), ids=WITHOUT_TOKENS)
 @pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0), (2, 3, 0)], ids=str)
 def test_without_tokens(shape, function):
-    gradient = jax.grad(lambda x: jnp.sum(function(x)))
+    mapped, gradient = function, jax.grad(lambda x: jnp.sum(function(x)))
     for _ in shape[1:]:
-        function, gradient = jax.vmap(function), jax.vmap(gradient)
-    got, of_ones = (jax.eval_shape(function, jnp.ones((*sizes, 8))).shape for sizes in (shape, [1] * len(shape)))
+        mapped, gradient = jax.vmap(mapped), jax.vmap(gradient)
+    got, of_ones = (jax.eval_shape(mapped, jnp.ones((*sizes, 8))).shape for sizes in (shape, [1] * len(shape)))
     assert got == (*shape, *of_ones[len(shape) :])[: len(of_ones)]
     assert jax.eval_shape(gradient, jnp.ones((*shape, 8))).shape == (*shape, 8)
 
