@@ -17,7 +17,11 @@ _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 class UnmarkedError(ValueError):
-    """The chat template does not write a conversation, or not so that the assistant's messages are found in it."""
+    """A conversation that a chat template cannot mark.
+
+    The template fails on it, such as Gemma's on a system message; or it rewrites earlier messages once the assistant's
+    answer follows, as gpt-oss's does with the thoughts before a call, so that the answer is not found in the text.
+    """
 
 
 class Written(NamedTuple):
