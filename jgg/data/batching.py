@@ -1,6 +1,7 @@
 """`batches`: the batches of training and evaluation, each of which depends on its number alone; grain orders them."""
 
 import datetime
+import functools
 import hashlib
 import math
 import os
@@ -31,6 +32,7 @@ class Batches:
       num_examples: examples with something to learn.
       num_cut: rows that lost their end, as they were longer than a sequence.
       num_left_out: rows that had nothing to learn.
+      num_skipped: conversations that the chat template cannot mark, with `skip_unmarked`.
       num_learned: learned tokens of all examples.
       num_sequences: sequences in an epoch. Where files are mixed, the weights of the learned tokens of an epoch add up
         to those of all files together.
@@ -57,6 +59,7 @@ class Batches:
         self.num_examples = sum(len(store.sizes) for store in stores)
         self.num_cut = sum(store.num_cut for store in stores)
         self.num_left_out = sum(store.num_left_out for store in stores)
+        self.num_skipped = sum(store.num_skipped for store in stores)
         self.num_learned = sum(store.num_learned for store in stores)
         self.end_tokens = sorted({token for store in stores for token in store.end_tokens})
         self.largest_token = max(store.largest_token for store in stores)
@@ -116,6 +119,7 @@ def batches(
     normalize: bool = True,
     end_token: int | None = None,
     date: datetime.date | None = None,
+    skip_unmarked: bool = False,
 ) -> Batches:
     """Tokenizes the rows of files, plans the sequences, and returns the batches.
 
@@ -152,6 +156,8 @@ def batches(
         tokenizer's own if it is None, -1 for none.
       date: what chat templates that write the date, such as gpt-oss's, take for today; today if it is None. A run that
         goes on another day must give the day of its start.
+      skip_unmarked: whether conversations that the chat template cannot mark are skipped and counted, see
+        `UnmarkedError`; else the first of them is an error.
 
     Raises:
       ImportError: grain is not installed, or pyarrow for a table.
@@ -170,7 +176,8 @@ def batches(
     if len(groups) > 1 and seed is None:
         raise ValueError("seed must be an int where data are mixed, got None: one pass has no shares")
     own_end = tokenizer.eos_token_id if end_token is None else end_token if end_token >= 0 else None
-    stores = [fill(group, tokenizer, length, splits=splits, end_token=own_end, date=date) for group in groups]
+    read = functools.partial(fill, tokenizer=tokenizer, length=length, splits=splits, skip_unmarked=skip_unmarked)
+    stores = [read(group, end_token=own_end, date=date) for group in groups]
     shape = accumulate, batch_size, length
     return Batches(stores, shares, shape, packing=packing, normalize=normalize, seed=seed)
 

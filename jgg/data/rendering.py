@@ -5,7 +5,7 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from jgg.data.tokenizers import is_special, kind_and_text, last_token, shared_length
@@ -17,7 +17,11 @@ _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
 class UnmarkedError(ValueError):
-    """The chat template does not write a conversation, or not so that the assistant's messages are found in it."""
+    """A conversation that a chat template cannot mark.
+
+    The template fails on it, such as Gemma's on a system message; or it rewrites earlier messages once the assistant's
+    answer follows, as gpt-oss's does with the thoughts before a call, so that the answer is not found in the text.
+    """
 
 
 class Written(NamedTuple):
@@ -96,13 +100,14 @@ class Conversation:
     def _write(self, messages: Sequence[Any], asks_for_more: bool = False) -> Written:
         from transformers.utils.chat_template_utils import render_jinja_template
 
+        render: Callable[..., Any] = render_jinja_template  # which its annotations say returns a str
         options = self._options | self.tokenizer.special_tokens_map
         try:
             with _ONE_AT_A_TIME:
-                texts, blocks = render_jinja_template([messages], add_generation_prompt=asks_for_more, **options)
+                (text,), blocks = render([messages], add_generation_prompt=asks_for_more, **options)
         except Exception as error:
             raise _failed(error) from error
-        return Written(texts[0], blocks[0] if blocks else [])
+        return Written(text, blocks[0] if blocks else [])
 
 
 def _longer(message: Any) -> dict[str, Any]:

@@ -6,15 +6,30 @@ Transformers tokenizes and decodes, by tokenizer.json and tokenizer_config.json.
 import functools
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from jgg.hf.files import read_object
 from jgg.hf.settings import language_model
 from jgg.models import ModelConfig
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+class Continuation(str):
+    """A text that may change once more tokens come, but for its first `settled` characters."""
+
+    settled: int
+
+    def __new__(cls, text: str, settled: int) -> Self:
+        """The text with the number of characters that stay."""
+        new = super().__new__(cls, text)
+        new.settled = settled
+        return new
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
@@ -106,14 +121,34 @@ def _special_tokens(tokenizer: Any) -> dict[int, str]:
     return {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
 
 
-def continuation(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
-    """Returns the text that new tokens add to the text of a prompt's tokens; both without special tokens."""
-    texts = (
-        tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        for tokens in (prompt, prompt + new)
-    )
-    before, whole = texts
-    return whole[len(before) :]
+def continuation(tokenizer: Any, prompt: list[int], new: list[int]) -> Continuation:
+    """Returns the text that new tokens add to the text of a prompt's tokens; both without special tokens.
+
+    Tokenizers such as Mixtral's decode bytes that follow one another together: a byte that completes no character makes
+    U+FFFD of all of them. So the characters of bytes at the end are not `settled` until another token follows.
+
+    Returns: a str with the attribute `settled`, for `jgg.models.stream_text`.
+    """
+
+    def decode(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    before, whole = decode(prompt), decode(prompt + new)
+    start = len(before) if whole.startswith(before) else shared_length(before, whole)
+    num_bytes = _bytes_at_end(tokenizer, new)
+    certain = shared_length(decode(prompt + new[: len(new) - num_bytes]), whole) if num_bytes else len(whole)
+    return Continuation(whole[start:], max(certain - start, 0))
+
+
+def _bytes_at_end(tokenizer: Any, tokens: list[int]) -> int:
+    """The number of tokens at the end that are bytes, with those between that have no text."""
+    count = 0
+    for number, token in enumerate(reversed(tokens), 1):
+        if _BYTE.fullmatch(tokenizer.convert_ids_to_tokens(token) or ""):
+            count = number
+        elif tokenizer.decode([token], skip_special_tokens=True):
+            break
+    return count
 
 
 def stop_tokens(folder: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None) -> list[int]:
@@ -144,7 +179,12 @@ def last_token(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> int | None:
 
 
 def is_special(tokenizer: Any, token: int) -> bool:
-    """Whether a token is left out of texts; quicker than the tokenizer's table of all added tokens."""
+    """Whether a token is left out of texts and does not stand for unknown text.
+
+    It is quicker than the tokenizer's table of all added tokens.
+    """
+    if token == tokenizer.unk_token_id != tokenizer.eos_token_id:
+        return False
     return not tokenizer.decode([token], skip_special_tokens=True) and bool(tokenizer.decode([token]))
 
 

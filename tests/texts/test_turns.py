@@ -140,6 +140,14 @@ def test_an_added_token_that_the_assistant_says_last_is_no_end(name, tmp_path):
     assert jgg.data.end_of(tokenizer, [ids("</think>"), ids("<|end|>")]) == ids("<|end|>")
 
 
+def test_unknown_text_is_no_end(tmp_path):
+    folder = folder_of(tmp_path, tokenizers.words, chat("<|im_start|>" + SAID, asks="<|im_start|>"), unk_token="<unk>")
+    said = {"role": "assistant", "content": "two four"}
+    ((_, learned),) = spans(folder, {"messages": [USER, said]})
+    assert learned == "two <unk> </s>" and batches(folder, {"messages": [USER, said]}).end_tokens == [2]
+    assert jgg.data.end_of(jgg.data.load_tokenizer(folder), [2, 0]) is None
+
+
 def test_a_turn_that_no_token_ends_has_none_where_none_is_given(tmp_path):
     template = LEARNED["no end, and no token between messages"][0]
     tokenizer = jgg.data.load_tokenizer(folder_of(tmp_path, MAKE, template))

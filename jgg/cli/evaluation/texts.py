@@ -26,12 +26,14 @@ class Measured(NamedTuple):
       bits_per_byte: the negative base-2 logarithm of the text's probability for each of its bytes in UTF-8, without
         special tokens, by which models with different tokenizers compare; None for no bytes.
       tokens: the tokens that were predicted.
+      skipped_rows: the rows that --skip-unmarked skipped.
     """
 
     loss: float
     perplexity: float
     bits_per_byte: float | None
     tokens: int
+    skipped_rows: int
 
 
 class Texts:
@@ -50,6 +52,7 @@ class Texts:
             batch_size=self._size,
             splits=True,
             seed=None if args.limit is None else args.seed,
+            skip_unmarked=args.skip_unmarked,
             normalize=False,
             end_token=ends[0] if ends else None,
         )
@@ -62,7 +65,7 @@ class Texts:
         loss = held_out_loss(model, self._counted_parts(counts), batch_sharding=self._split)
         tokens, weight, num_bytes = map(sum, zip(*counts, strict=True))
         bits = loss * weight / math.log(2) / num_bytes if num_bytes else None
-        return Measured(loss, perplexity_of(loss), bits, int(tokens))
+        return Measured(loss, perplexity_of(loss), bits, int(tokens), self._batches.num_skipped)
 
     def _counted_parts(self, counts: list[tuple[int, float, float]]) -> Iterator[dict[str, np.ndarray]]:
         """The batches [1, batch_size, length]; appends the tokens, weights and bytes that each has to `counts`.
