@@ -4,7 +4,7 @@ from pathlib import Path
 
 from _jgg_command.arguments import Parser, new_file, positive_int, seed, whole
 from _jgg_command.options import add_experts, add_model_and_adapter, add_shared
-from _jgg_command.training import add_devices
+from _jgg_command.training import add_devices, add_skip_unmarked
 
 DESCRIPTION = "Measure a model's loss on texts, and how it does in tasks of lm-eval."
 DTYPES = ("bfloat16", "float32")
@@ -15,6 +15,7 @@ def add_arguments(parser: Parser) -> None:
     add_model_and_adapter(parser)
     what = "JSONL or parquet files, or folders of Hugging Face datasets: loss, perplexity, bits per byte of each"
     parser.add_argument("--data", type=Path, nargs="+", metavar="FILE", help=what)
+    add_skip_unmarked(parser)
     _add_tasks(parser)
     what = "documents of each task, and sequences of each file, drawn by --seed (default: all)"
     parser.add_argument("--limit", type=positive_int, metavar="N", help=what)

@@ -29,6 +29,7 @@ def add_training(parser: Parser, *, learning_rate: str, weight_decay: float, rem
     parser.add_argument("--mix", type=positive_float, nargs="+", metavar="SHARE", help=what)
     _add(parser, "sequence-length", 2048, "tokens of a sequence")
     _add_flag(parser, "split", split, "examples that are longer than a sequence are divided rather than cut")
+    add_skip_unmarked(parser)
     _add_flag(parser, "packing", True, "several examples in a sequence, each attending to itself alone")
     what = "sequences that are computed at once, on all devices together (default: 4, or one for each device)"
     parser.add_argument("--batch-size", type=positive_int, metavar="N", help=what)
@@ -87,6 +88,12 @@ def add_devices(parser: Parser) -> None:
     parser.add_argument("--coordinator", metavar="ADDRESS", help=what)
     parser.add_argument("--processes", type=positive_int, metavar="N", help="number of processes, with --coordinator")
     parser.add_argument("--process", type=seed, metavar="I", help="number of this process, from 0, with --coordinator")
+
+
+def add_skip_unmarked(parser: Parser) -> None:
+    """Declares what happens to conversations whose answers cannot be told apart."""
+    what = "skip and count conversations that the chat template rejects or cannot mark, rather than stop at the first"
+    _add_flag(parser, "skip-unmarked", False, what)
 
 
 def _add(parser: Parser, name: str, default: int, what: str) -> None:

@@ -31,15 +31,15 @@ from jgg.linear.weights import as_matrix
 from jgg.products.add_gated import ADD_GATED, AddGated
 from jgg.router.logits import compute_matrix_logits
 from jgg.router.losses import compute_load_balancing_loss, compute_router_z_loss
+from jgg.router.options import RouterOptions
 from jgg.router.routing import (
     Routing,
     as_given_choices,
     as_selection_bias,
-    check_counts,
-    check_scores,
     compute_routing,
     with_factors,
     without_masked,
+    zeroed,
 )
 from jgg.sharding import MoESharding
 
@@ -85,10 +85,9 @@ class MoELayer(LayerOptions, InFeatures):
                 plain[field.name] = as_flag(field.name, getattr(self, field.name))
         if plain["topk"] > plain["num_experts"]:
             raise ValueError(f"topk must be between 1 and num_experts, {self.num_experts}, got {self.topk}.")
-        check_counts(*(plain[name] for name in ("num_experts", "topk", "num_groups", "topk_groups")))
-        normalize, plain["scale"] = check_scores(self.score, plain["topk"], self.normalize, self.scale)
-        if self.normalize is not None:  # None stays, for `dataclasses.replace` with another topk
-            plain["normalize"] = normalize
+        plain |= self.router._asdict()
+        if self.normalize is None:  # which stays, for `dataclasses.replace` with another topk
+            del plain["normalize"]
         lora = self.lora.checked((*TARGETS, *OF_DENSE))
         if not plain["shared_features"] and any("shared" in target for target in lora.targets):
             raise ValueError(f"shared_features must be 1 or more for lora_targets {lora.targets}, got 0.")
@@ -136,6 +135,12 @@ class MoELayer(LayerOptions, InFeatures):
         if self.use_shared_gate:
             shapes["w_shared_gate"] = (hidden, 1)
         return shapes
+
+    @property
+    def router(self) -> RouterOptions:
+        """The options of the router."""
+        named = {name: getattr(self, name) for name in RouterOptions._fields}
+        return RouterOptions.checked(self.num_experts, **named)
 
     @property
     def lora(self) -> Lora:
@@ -195,10 +200,12 @@ class MoELayer(LayerOptions, InFeatures):
           selection_bias: float [E] with `use_selection_bias`, else None.
           router_x: [..., H], what the router multiplies for each token of x, of any float dtype; None for x itself.
           topk_indices: integer [..., k] for the tokens of x, experts to use instead of the router's choice, with -1 for
-            a choice of the router, as in `jgg.route`. The losses are then those of the experts used.
+            a choice of the router, as in `jgg.route`: an index past the last expert adds nothing, and an expert given
+            twice counts twice. The losses are then those of the experts used.
           mask: bool or number [...] for the tokens of x, False or 0 for those that do not count, such as padding; by
             default all count. Tokens that do not count go to no expert: their y is that of the shared experts, or zero,
-            they have no part in the router's losses, and no row is multiplied for them.
+            they have no part in the router's losses, and no row is multiplied for them. They may hold anything: NaN,
+            infinity, and what is too large for shared experts, which take it for zeros, reach no gradient.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
             router and the shared experts have their weights on every device.
           precision: as in `jgg.grouped_gemm`.
@@ -301,10 +308,11 @@ class MoELayer(LayerOptions, InFeatures):
     ) -> tuple[jax.Array, Metrics]:
         """y and metrics of the tokens x [T, H]; with a sharding, x is one device's part of the tokens."""
         token_axes, how = () if sharding is None else sharding.token_axes, How(options.implementation, current_target())
-        normalize, _ = check_scores(self.score, self.topk, self.normalize, self.scale)
         x, mask = arrays["x"], arrays.get("mask")
+        # 0 times NaN is NaN, so what a masked token holds must not reach a product
+        arrays = {**arrays, **{n: zeroed(arrays[n], mask) for n in ("x", "router_x") if n in arrays}}
         logits = compute_matrix_logits(
-            arrays.get("router_x", x),
+            arrays.get("router_x", arrays["x"]),
             arrays["w_router"],
             arrays.get("b_router"),
             options.precision,
@@ -315,12 +323,7 @@ class MoELayer(LayerOptions, InFeatures):
             arrays.get("selection_bias"),
             arrays.get("topk_indices"),
             how,
-            topk=self.topk,
-            score=self.score,
-            normalize=normalize,
-            scale=self.scale,
-            num_groups=self.num_groups,
-            topk_groups=self.topk_groups,
+            self.router,
         )
         if self.use_router_scale:
             routing = with_factors(routing, arrays["scale_router"])
@@ -334,7 +337,7 @@ class MoELayer(LayerOptions, InFeatures):
             overflow,
             routing.topk_indices,
         )
-        return self._with_shared(y, arrays, how, options) if self.shared_features else y, metrics
+        return self._with_shared(y, _bounded(x, mask), arrays, how, options) if self.shared_features else y, metrics
 
     def _experts(
         self, arrays: Mapping[str, Any], routing: Routing, sharding: MoESharding | None, options: MlpOptions
@@ -349,9 +352,10 @@ class MoELayer(LayerOptions, InFeatures):
             return compute_mlp(tokens, weights, routing, options), jnp.int32(0)
         return compute_mlp_on_device(tokens, weights, routing.topk_weights, routing.topk_indices, sharding, options)
 
-    def _with_shared(self, y: jax.Array, arrays: Mapping[str, Any], how: How, options: MlpOptions) -> jax.Array:
-        """The experts' y plus the shared experts' y of all tokens."""
-        x = arrays["x"]
+    def _with_shared(
+        self, y: jax.Array, x: jax.Array, arrays: Mapping[str, Any], how: How, options: MlpOptions
+    ) -> jax.Array:
+        """The experts' y plus the shared experts' y of all tokens x [T, H]."""
         named: Any = {"precision": options.precision, "implementation": options.implementation}
         multiply: Any = functools.partial(dense, **named, batch_invariant=True)
         pre_activation = multiply(x, arrays["w_shared_gate_up"])
@@ -360,6 +364,15 @@ class MoELayer(LayerOptions, InFeatures):
         if self.use_shared_gate:
             gate = compute_matrix_logits(x, arrays["w_shared_gate"], None, **named)
         return ADD_GATED(how, alike(AddGated(y, shared, gate)))
+
+
+def _bounded(x: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """x [T, H] with zeros for masked tokens that hold NaN, infinity, or more than shared experts can compute with."""
+    if mask is None:
+        return x
+    squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1)
+    # the product of gate and up grows with the square of a token, and its derivative too
+    return zeroed(x, mask | jnp.isfinite(jnp.square(squares)))
 
 
 def _as_router_x(router_x: ArrayLike, shape: tuple[int, ...]) -> jax.Array:

@@ -183,10 +183,12 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
 
         Args:
           topk_indices: integer [..., k], experts to use instead of the router's choice, such as a former call sowed,
-            with -1 for a choice of the router; as in `jgg.route`.
+            with -1 for a choice of the router; as in `jgg.route`, an index past the last expert adds nothing, and an
+            expert given twice counts twice.
           mask: bool or number [...], False or 0 for the tokens of x that do not count, such as padding; by default all
             count. Tokens that do not count go to no expert and cost no expert's time: their result is that of the
             shared experts, or zero. They are not in "group_sizes", nor in the losses, and their "topk_indices" are -1.
+            They may hold anything, NaN too: what they hold reaches no gradient of parameters or other tokens.
           router_x: [..., H], what the router multiplies for each token of x, where that is not x itself.
           adapters: whether the layer has its LoRA adapters; False computes the layer without them.
         """

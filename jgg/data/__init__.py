@@ -5,11 +5,13 @@ from jgg.data.chat import encode_conversation, prompt_of
 from jgg.data.examples import Example, examples_of
 from jgg.data.packing import lengths_of
 from jgg.data.reading import rows
+from jgg.data.rendering import UnmarkedError
 from jgg.data.tokenizers import check_vocabulary, continuation, encode, end_of, load_tokenizer, stop_tokens
 
 __all__ = [
     "Batches",
     "Example",
+    "UnmarkedError",
     "batches",
     "check_vocabulary",
     "continuation",

@@ -1,6 +1,7 @@
 """`batches`: the batches of training and evaluation, each of which depends on its number alone; grain orders them."""
 
 import datetime
+import functools
 import hashlib
 import math
 import os
@@ -31,11 +32,12 @@ class Batches:
       num_examples: examples with something to learn.
       num_cut: rows that lost their end, as they were longer than a sequence.
       num_left_out: rows that had nothing to learn.
+      num_skipped: conversations that the chat template cannot mark, with `skip_unmarked`.
       num_learned: learned tokens of all examples.
       num_sequences: sequences in an epoch. Where files are mixed, the weights of the learned tokens of an epoch add up
         to those of all files together.
       fill: the share of the positions in sequences that have a token.
-      end_tokens: the special tokens with which examples end, sorted.
+      end_tokens: the tokens with which examples, and turns of an assistant in them, end, sorted.
       largest_token: the largest token, which `check_vocabulary` can compare with a model's vocabulary.
       digest: a hash, in hexadecimal digits, of the tokens, of which are learned, and of their weights. A run that
         resumes compares it.
@@ -57,6 +59,7 @@ class Batches:
         self.num_examples = sum(len(store.sizes) for store in stores)
         self.num_cut = sum(store.num_cut for store in stores)
         self.num_left_out = sum(store.num_left_out for store in stores)
+        self.num_skipped = sum(store.num_skipped for store in stores)
         self.num_learned = sum(store.num_learned for store in stores)
         self.end_tokens = sorted({token for store in stores for token in store.end_tokens})
         self.largest_token = max(store.largest_token for store in stores)
@@ -72,8 +75,7 @@ class Batches:
         """The batch of a number from 0; see `batches`."""
         if index < 0 or not (self._is_endless or index < len(self)):
             raise IndexError(f"index must be at least 0 and, without a seed, below {len(self)}, got {index}")
-        numbers = range(index * self._per_batch, (index + 1) * self._per_batch)
-        sequences = [self._dataset[n] for n in numbers if self._is_endless or n < self.num_sequences]
+        sequences = self._sequences(index)
         batch: dict[str, np.ndarray] = {
             name: np.zeros((self._per_batch, self._shape[2]), dtype) for name, dtype in _DTYPES.items()
         }
@@ -83,6 +85,21 @@ class Batches:
             total = np.sum(batch["weights"], dtype=np.float64)
             batch["weights"] = (batch["weights"] * (self._shape[0] / total)).astype(np.float32)
         return {name: array.reshape(self._shape) for name, array in batch.items()}
+
+    def num_bytes(self, index: int) -> np.ndarray:
+        """The bytes in UTF-8 of what each sequence of batch `index` teaches, times the weights of the rows.
+
+        A token counts for the bytes of the text that it stands for: a special token for none, and one of several that
+        share a character for its share of them.
+
+        Returns: float64 [accumulate, batch_size].
+        """
+        found = [sequence["num_bytes"] for sequence in self._sequences(index)]
+        return np.array([*found, *[0.0] * (self._per_batch - len(found))]).reshape(self._shape[:2])
+
+    def _sequences(self, index: int) -> list[dict[str, np.ndarray]]:
+        numbers = range(index * self._per_batch, (index + 1) * self._per_batch)
+        return [self._dataset[n] for n in numbers if self._is_endless or n < self.num_sequences]
 
     def of_step(self, step: int) -> dict[str, np.ndarray]:
         """The batch of a step of training, from 1, as `jgg.train.Trainer.fit` asks for it."""
@@ -102,6 +119,7 @@ def batches(
     normalize: bool = True,
     end_token: int | None = None,
     date: datetime.date | None = None,
+    skip_unmarked: bool = False,
 ) -> Batches:
     """Tokenizes the rows of files, plans the sequences, and returns the batches.
 
@@ -138,6 +156,8 @@ def batches(
         tokenizer's own if it is None, -1 for none.
       date: what chat templates that write the date, such as gpt-oss's, take for today; today if it is None. A run that
         goes on another day must give the day of its start.
+      skip_unmarked: whether conversations that the chat template cannot mark are skipped and counted, see
+        `UnmarkedError`; else the first of them is an error.
 
     Raises:
       ImportError: grain is not installed, or pyarrow for a table.
@@ -156,7 +176,8 @@ def batches(
     if len(groups) > 1 and seed is None:
         raise ValueError("seed must be an int where data are mixed, got None: one pass has no shares")
     own_end = tokenizer.eos_token_id if end_token is None else end_token if end_token >= 0 else None
-    stores = [fill(group, tokenizer, length, splits=splits, end_token=own_end, date=date) for group in groups]
+    read = functools.partial(fill, tokenizer=tokenizer, length=length, splits=splits, skip_unmarked=skip_unmarked)
+    stores = [read(group, end_token=own_end, date=date) for group in groups]
     shape = accumulate, batch_size, length
     return Batches(stores, shares, shape, packing=packing, normalize=normalize, seed=seed)
 
@@ -191,8 +212,9 @@ class _Sequences:
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
         sequence = {name: np.zeros(self._length, dtype) for name, dtype in _DTYPES.items()}
-        start = 0
-        for segment, number in enumerate(self._order[self._bounds[index] : self._bounds[index + 1]], 1):
+        start, numbers = 0, self._order[self._bounds[index] : self._bounds[index + 1]]
+        sequence["num_bytes"] = np.dot(self._store.num_bytes[numbers], self._store.weights[numbers].astype(np.float64))
+        for segment, number in enumerate(numbers, 1):
             tokens, learned, weight = self._store.example(number)
             own = slice(start, start + len(tokens) - 1)
             sequence["tokens"][own], sequence["targets"][own] = tokens[:-1], tokens[1:]

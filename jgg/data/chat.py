@@ -1,71 +1,94 @@
-"""Tokenizes conversations as the chat template of a Hugging Face folder writes them; transformers renders.
+"""Tokenizes conversations as the chat template of a Hugging Face folder writes them.
 
 What is learned is what assistants said. A template that marks it by `{% generation %}` blocks says so itself. For
 others, the text of the messages before a turn, asking for an answer, is compared with the text that has the turn.
 """
 
+import bisect
 import datetime
-import functools
-import itertools
-import json
-import re
-import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from jgg.data.tokenizers import encode, kind_and_text
+import numpy as np
 
-Tokens = tuple[list[int], list[bool]]  # the tokens of a text, and which of them are learned
+from jgg.data.rendering import NO_TEMPLATE, Conversation, UnmarkedError
+from jgg.data.tokenizers import bytes_of_tokens, encode, is_special, kind_and_text, last_token
 
-_NO_TEMPLATE = "a conversation needs chat_template.jinja in the model's folder, or one in tokenizer_config.json"
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which transformers knows such templates
-_ONE_AT_A_TIME = threading.Lock()  # transformers 5.0 keeps what a template marks in one place for all threads
 _SAID = "content", "tool_calls", "reasoning_content", "thinking"  # the keys for what a message says
-_TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
+_SWITCHES = {"weight": ((0, 1), "0 or 1"), "train": ((False, True), "true or false")}  # whether a message is learned
+
+
+class Text(NamedTuple):
+    """A text to learn from.
+
+    Attributes:
+      tokens: its tokens.
+      learned: which of them are learned.
+      ends: the tokens among them that end it or an assistant's message.
+      num_bytes: the bytes that each stands for, as `bytes_of_tokens` says; int [size].
+    """
+
+    tokens: list[int]
+    learned: list[bool]
+    ends: set[int]
+    num_bytes: np.ndarray
 
 
 def encode_conversation(
     tokenizer: Any, messages: Sequence[Any], tools: Any = None, date: datetime.date | None = None
-) -> list[Tokens]:
+) -> list[tuple[list[int], list[bool]]]:
     """Tokenizes a conversation by the chat template, and marks what the assistant says as learned.
 
     Some templates write a turn differently once other messages follow it, for example without its thoughts. Such a
     turn is learned in the form that it has as the last one: the conversation up to this turn becomes a text of its own.
 
+    A turn is learned with the token that ends it. Where the template writes none, as GLM-4.5's, this is the special
+    token that begins the next message.
+
     Args:
       tokenizer: what `load_tokenizer` returned.
-      messages: the conversation, as `apply_chat_template` takes it. Messages after the assistant's last are left out,
-        and an assistant's message that comes first is not learned.
+      messages: the conversation, as `apply_chat_template` takes it. Messages after the last that is learned are left
+        out, and an assistant's message that comes first is not learned. Nor is one with "weight" 0 or "train" false;
+        the template does not get these two keys.
       tools: the tools that the assistant may use, as `apply_chat_template` takes them.
       date: the date for templates that write today's, such as gpt-oss's; None for today.
 
     Returns:
-      The texts, each with its tokens and, for each of these, whether it is learned.
+      The texts, each with its tokens and, for each of these, whether it is learned; none if no message is learned.
 
     Raises:
-      ValueError: a message says nothing, no message of the assistant follows another message, the folder has no chat
-        template, the template fails, or it changes the messages before a turn of the assistant once that turn is added.
+      UnmarkedError, a ValueError: the template fails, or it changes the messages before a turn of the assistant once
+        that turn is added.
+      ValueError: a message says nothing or has a wrong "weight" or "train", no message of the assistant follows another
+        message, or the folder has no chat template.
     """
+    return [(text.tokens, text.learned) for text in texts_of(tokenizer, messages, tools, date)]
+
+
+def texts_of(
+    tokenizer: Any,
+    messages: Sequence[Any],
+    tools: Any = None,
+    date: datetime.date | None = None,
+    end_token: int | None = None,
+) -> list[Text]:
+    """The texts of `encode_conversation`; `end_token` ends those that the template does not end."""
     for number, message in enumerate(messages, 1):
-        if not any(key in message for key in _SAID):
-            got = ", ".join(map(str, message))
-            raise ValueError(f'messages must have "content" or "tool_calls", got one with {got} as message {number}')
-    turns = [n for n, message in enumerate(messages) if n and message["role"] == "assistant"]
-    if not turns:
+        _check(number, message)
+    said = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
+    if not any(said):
         raise ValueError("messages must have one before the assistant's, got it alone")
     if tokenizer.chat_template is None:
-        raise ValueError(_NO_TEMPLATE)
-    try:
-        template = _dated(tokenizer.get_chat_template(tools=tools), date)
-        conversation = _Conversation(tokenizer, template, messages, tools)
-        if _GENERATION.search(template):
-            return [conversation.marked(turns[-1] + 1)]
-        texts = conversation.texts(turns)
-    except _WrittenAnewError as error:
-        raise ValueError("the chat template writes the messages before the assistant's anew") from error
-    except Exception as error:  # of any type: a template is a program
-        raise ValueError(f"the chat template fails: {kind_and_text(error)}") from error
-    return [_encode_spans(tokenizer, text, spans) for text, spans in texts]
+        raise ValueError(NO_TEMPLATE)
+    turns = [n for n in said if n and _is_learned(messages[n])]
+    if not turns:
+        return []
+    plain = [{key: value for key, value in message.items() if key not in _SWITCHES} for message in messages]
+    conversation = Conversation(tokenizer, plain, tools, date, end_token)
+    if conversation.is_marked:
+        unlearned = [n for n in said if n < turns[-1] and not _is_learned(messages[n])]
+        return [_marked(conversation, turns, unlearned)]
+    return _compared(conversation, turns)
 
 
 def prompt_of(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> str:
@@ -74,93 +97,133 @@ def prompt_of(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> str
     Raises: ValueError: the folder has no chat template, or the template fails.
     """
     if tokenizer.chat_template is None:
-        raise ValueError(_NO_TEMPLATE)
+        raise ValueError(NO_TEMPLATE)
     try:
         return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # of any type: a template is a program
         raise ValueError(f"the chat template fails: {kind_and_text(error)}") from error
 
 
-class _WrittenAnewError(Exception):
-    pass
+def _check(number: int, message: Any) -> None:
+    if not any(key in message for key in _SAID):
+        got = ", ".join(map(str, message))
+        raise ValueError(f'messages must have "content" or "tool_calls", got one with {got} as message {number}')
+    for key, (values, expected) in _SWITCHES.items():
+        value = message.get(key)
+        is_bool = isinstance(value, bool)
+        if value is not None and (is_bool != isinstance(values[0], bool) or value not in values):
+            raise ValueError(f'"{key}" of message {number} must be {expected}, got {repr(value)[:80]}')
 
 
-class _Conversation:
-    """The messages of a conversation, and how a template writes the first of them."""
+def _is_learned(message: Any) -> bool:
+    """Whether neither of its keys says that a message is not learned."""
+    return all(message.get(key) is None or message[key] for key in _SWITCHES)
 
-    def __init__(self, tokenizer: Any, template: str, messages: Sequence[Any], tools: Any) -> None:
-        self.tokenizer, self.messages = tokenizer, messages
-        self.apply = functools.partial(tokenizer.apply_chat_template, chat_template=template, tools=tools)
-        self.text = functools.cache(self._text)
 
-    def marked(self, count: int) -> Tokens:
-        """The tokens of the first messages, and which of them the template marks."""
-        with _ONE_AT_A_TIME:
-            found = self.apply(
-                self.messages[:count],
-                return_dict=True,
-                return_assistant_tokens_mask=True,
-                tokenizer_kwargs={"verbose": False},
-            )
-        return found["input_ids"], [mask == 1 for mask in found["assistant_masks"]]
+class _Marking:
+    """A text with its tokens, while what is learned of it is found."""
 
-    def _text(self, count: int, asks_for_more: bool = False) -> str:
-        """The text of the first messages."""
-        return self.apply(self.messages[:count], add_generation_prompt=asks_for_more, tokenize=False)
+    def __init__(self, tokenizer: Any, text: str) -> None:
+        self.text, self._tokenizer = text, tokenizer
+        self.tokens, self._past = encode(tokenizer, text, is_rendered=True)
+        self.learned, self.ends = [False] * len(self.tokens), set[int]()
 
-    def texts(self, turns: list[int]) -> list[tuple[str, list[tuple[int, int]]]]:
-        """The texts that have all turns, and in each the spans of characters of the turns that are learned in it."""
-        texts, waiting = [], dict.fromkeys(turns)
-        while waiting:
-            last, _ = waiting.popitem()
-            whole = self.text(last + 1)
-            start = self._start(last, whole)
-            if start is None:
-                raise _WrittenAnewError
-            spans = [(start, len(whole))]
-            for turn in list(waiting):
-                span = self._span(turn, whole)
-                if span is not None:
-                    spans.append(span)
-                    del waiting[turn]
-            texts.append((whole, sorted(spans)))
-        return texts[::-1]
+    def up_to(self, end: int) -> int:
+        """The number of tokens that begin before a character."""
+        whole = bisect.bisect_right(self._past, end)
+        begins = self._past[whole - 1] if whole else 0
+        return whole + (begins < end and whole < len(self._past))
 
-    def _start(self, turn: int, whole: str) -> int | None:
-        """Where a turn begins in a text, behind what asks for it; None if the text writes what is before it anew."""
-        prompt = self.text(turn, True)
-        # templates may ask for an answer with what the answer has not, such as <think>
-        if whole.startswith(prompt) or whole.startswith(self.text(turn)):
-            return _shared(whole, prompt)
+    def learn(self, start: int, end: int) -> None:
+        """Marks the tokens that have characters of a span; the first and the last may go on beyond it."""
+        if start < end:
+            first, last = bisect.bisect_right(self._past, start), self.up_to(end)
+            self.learned[first:last] = [True] * (last - first)
+
+    def next_message(self, end: int) -> int | None:
+        """The number of the special token that comes next behind a character; white space before it does not count."""
+        for number in range(self.up_to(end), len(self.tokens)):
+            if is_special(self._tokenizer, self.tokens[number]):
+                return number
+            if self._tokenizer.decode([self.tokens[number]]).strip():
+                return None
         return None
 
-    def _span(self, turn: int, whole: str) -> tuple[int, int] | None:
-        """Where a turn is in a text that goes on; None if it is not there as it is when it is the last."""
-        start, alone = self._start(turn, whole), self.text(turn + 1)
+    def learn_through(self, number: int) -> None:
+        """Marks a token behind what is learned, and those between, as the end of a message."""
+        first = number
+        while first and not self.learned[first - 1]:
+            first -= 1
+        self.learned[first : number + 1] = [True] * (number + 1 - first)
+        self.ends.add(self.tokens[number])
+
+    def finished(self, end: int | None, end_token: int | None) -> Text:
+        """The text, whose last message `end` ends, or if it is None `end_token`."""
+        if end is None and end_token is not None:
+            self.tokens, self.learned, end = [*self.tokens, end_token], [*self.learned, True], end_token
+        if end is not None:
+            self.ends.add(end)
+        num_bytes = bytes_of_tokens(self._tokenizer, self.text, self.tokens, self._past)
+        return Text(self.tokens, self.learned, self.ends, num_bytes)
+
+
+def _compared(conversation: Conversation, turns: list[int]) -> list[Text]:
+    """The texts that have all turns."""
+    texts, waiting = [], list(turns)
+    while waiting:
+        last = waiting.pop()
+        marking = _Marking(conversation.tokenizer, conversation.text(last + 1))
+        start = conversation.start(last, marking.text)
+        if start is None:
+            raise UnmarkedError("the chat template writes the messages before the assistant's anew")
+        marking.learn(start, len(marking.text))
+        waiting = [turn for turn in waiting if not _learn_turn(conversation, marking, turn)]
+        texts.append(marking.finished(conversation.end(last, marking.tokens), conversation.end_token))
+    return texts[::-1]
+
+
+def _learn_turn(conversation: Conversation, marking: _Marking, turn: int) -> bool:
+    """Marks a turn in a text that goes on; False if the text has it not as it is when it is the last."""
+    start, alone = conversation.start(turn, marking.text), conversation.text(turn + 1)
+    if start is None:
+        return False
+    if not marking.text.startswith(alone):
         # templates may put the token that ends a text behind the last message alone
-        kept = (text for text in (alone, alone.removesuffix(self.tokenizer.eos_token or "")) if whole.startswith(text))
-        end = next(map(len, kept), None)
-        return None if start is None or end is None else (start, end)
+        alone = alone.removesuffix(conversation.tokenizer.eos_token or "")
+        if not marking.text.startswith(alone):
+            return False
+        marking.learn(start, len(alone))
+        return True
+    end = conversation.end(turn, marking.tokens[: marking.up_to(len(alone))])
+    opened = marking.next_message(len(alone)) if end is None else None
+    if end is None and opened is None and conversation.end_token is not None:
+        return False  # it has an end as the last one alone
+    marking.learn(start, len(alone))
+    if opened is not None:
+        marking.learn_through(opened)
+    elif end is not None:
+        marking.ends.add(end)
+    return True
 
 
-def _dated(template: str, date: datetime.date | None) -> str:
-    """The template with a date in the place of today's; transformers lets no other function take strftime_now's."""
-    return template if date is None else _TODAY.sub(lambda call: json.dumps(date.strftime(call[2])), template)
+def _marked(conversation: Conversation, turns: list[int], unlearned: list[int]) -> Text:
+    """The text in which the template itself marks what is learned."""
+    tokenizer, written = conversation.tokenizer, conversation.written(turns[-1] + 1)
+    marking, left_out = _Marking(tokenizer, written.text), set[int]()
+    for turn in unlearned:
+        left_out.update(range(_count(conversation, turn), _count(conversation, turn + 1)))
+    own = [block for number, block in enumerate(written.blocks) if number not in left_out]
+    for start, end in own:
+        marking.learn(start, end)
+    last = conversation.end(turns[-1], marking.tokens)
+    closing = {last_token(tokenizer, marking.tokens[: marking.up_to(end)]) for _, end in own}
+    if closing - {last, tokenizer.eos_token_id, conversation.end_token}:
+        alone = ((turn, encode(tokenizer, conversation.text(turn + 1), is_rendered=True)[0]) for turn in turns[:-1])
+        ends = {conversation.end(turn, tokens) for turn, tokens in alone}
+        marking.ends |= {token for token in closing & ends if token is not None}
+    return marking.finished(last, conversation.end_token)
 
 
-def _shared(whole: str, part: str) -> int:
-    """The number of characters with which both begin."""
-    if whole.startswith(part):
-        return len(part)
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], zip(whole, part, strict=False)))
-
-
-def _encode_spans(tokenizer: Any, text: str, spans: list[tuple[int, int]]) -> Tokens:
-    """The tokens of a rendered text, and whether the characters with which they end are in one of the spans."""
-    ids, ends = encode(tokenizer, text, is_rendered=True)
-    learned = [False] * len(ids)
-    for start, end in spans:
-        # a token may go on beyond the end of a span: its first characters are learned
-        past = [0, *ends[:-1]]
-        learned = [own or (last > start and first < end) for own, first, last in zip(learned, past, ends, strict=True)]
-    return ids, learned
+def _count(conversation: Conversation, count: int) -> int:
+    """The number of blocks that the template marks in the first messages."""
+    return len(conversation.written(count).blocks) if count else 0

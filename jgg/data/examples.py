@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jgg.data.chat import encode_conversation
-from jgg.data.tokenizers import encode, end_of
+from jgg.data.chat import Text, texts_of
+from jgg.data.tokenizers import bytes_of_tokens, encode, end_of
 
 WEIGHTS = 1e-30, 1e30  # within float32's range, and so are their products and sums
 
@@ -36,7 +36,8 @@ def examples_of(
 
     - "prompt" and "completion", tokenized as one text; the completion is learned.
     - "text", all of which is learned.
-    - "messages", and maybe "tools", a list or the JSON of one; the messages of the assistant are learned.
+    - "messages", and maybe "tools", a list or the JSON of one; the messages of the assistant are learned, except those
+      with "weight" 0 or "train" false.
 
     Any row may have a "weight", 0 or from 1e-30 to 1e30; it is 1 by default. Other keys are ignored.
 
@@ -44,13 +45,20 @@ def examples_of(
       row: a row of a file, as `rows` returns it.
       tokenizer: what `load_tokenizer` returned.
       end_token: the token that ends a text. It is added, and learned, behind texts and completions that do not end with
-        it, and behind conversations that the chat template ends with no special token, as GLM-4.5's does. None adds
-        no token.
+        it, and behind conversations whose last message the chat template does not end, as GLM-4.5's. None adds no
+        token.
       date: as in `encode_conversation`.
 
-    Returns: one example; several for some conversations, see `encode_conversation`.
+    Returns: one example; several for some conversations, see `encode_conversation`, and none if no message is learned.
     Raises: ValueError: the row has none of these, its text has half of a pair of surrogates, or the template fails.
     """
+    return [example for example, _ in examples_with_texts(row, tokenizer, end_token, date)]
+
+
+def examples_with_texts(
+    row: Any, tokenizer: Any, end_token: int | None = None, date: datetime.date | None = None
+) -> list[tuple[Example, Text]]:
+    """The examples of `examples_of`, each with its text."""
     weight = _weight_of(row)
     match row:
         case {"prompt": str(prompt), "completion": str(completion)}:
@@ -58,30 +66,21 @@ def examples_of(
         case {"text": str(text)}:
             found = [_encode_text(tokenizer, text, 0, end_token)]
         case {"messages": [*messages]} if _has_answer(messages):
-            found = [
-                _ended(tokenizer, *tokens, end_token)
-                for tokens in encode_conversation(tokenizer, messages, _tools_of(row), date)
-            ]
+            found = texts_of(tokenizer, messages, _tools_of(row), date, end_token)
         case _:
             keys = '"prompt" and "completion", or "text", or "messages" with roles, one of them "assistant"'
             raise ValueError(f"a row must have {keys}, got {json.dumps(row, default=str)[:80]}")
-    return [Example(np.array(ids, np.int32), np.array(learned, bool), weight) for ids, learned in found]
+    return [(Example(np.array(own.tokens, np.int32), np.array(own.learned, bool), weight), own) for own in found]
 
 
-def _encode_text(tokenizer: Any, text: str, start: int, end_token: int | None) -> tuple[list[int], list[bool]]:
+def _encode_text(tokenizer: Any, text: str, start: int, end_token: int | None) -> Text:
     """The tokens of a text, learned from the character `start` on."""
     ids, ends = encode(tokenizer, text)
     learned = [past > start for past in ends]
     if end_token is not None and ids[-1:] != [end_token]:
         ids, learned = [*ids, end_token], [*learned, True]
-    return ids, learned
-
-
-def _ended(tokenizer: Any, ids: list[int], learned: list[bool], end_token: int | None) -> tuple[list[int], list[bool]]:
-    """The tokens of a conversation; a model that learns them learns to end."""
-    if end_token is None or end_of(tokenizer, ids) is not None:
-        return ids, learned
-    return [*ids, end_token], [*learned, True]
+    end = end_of(tokenizer, ids)
+    return Text(ids, learned, set() if end is None else {end}, bytes_of_tokens(tokenizer, text, ids, ends))
 
 
 def _has_answer(messages: list[Any]) -> bool:

@@ -14,9 +14,10 @@ from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from jgg.data.examples import Example, examples_of
+from jgg.data.chat import Text
+from jgg.data.examples import Example, examples_with_texts
 from jgg.data.reading import rows
-from jgg.data.tokenizers import end_of
+from jgg.data.rendering import UnmarkedError
 
 ROWS_AT_ONCE = 128  # rows in memory, which threads tokenize
 
@@ -31,10 +32,12 @@ class Store(NamedTuple):
       sizes: its number of tokens, int64 [examples], at least 2.
       weights: the weight of each learned token of it, float32 [examples].
       learned: its number of learned tokens, int64 [examples].
+      num_bytes: the bytes in UTF-8 of the text that these tokens stand for, int64 [examples].
       num_cut: rows that were longer than a sequence, and lost their end.
       num_left_out: rows that had nothing to learn, or nothing was left of it.
+      num_skipped: conversations that the chat template cannot mark.
       largest_token: the largest of all.
-      end_tokens: the special tokens with which examples end that are not cut, sorted.
+      end_tokens: the tokens with which examples that are not cut, and turns of an assistant in them, end, sorted.
       digest: of the tokens, and of which are learned and how much; of hexadecimal digits.
     """
 
@@ -43,8 +46,10 @@ class Store(NamedTuple):
     sizes: np.ndarray
     weights: np.ndarray
     learned: np.ndarray
+    num_bytes: np.ndarray
     num_cut: int
     num_left_out: int
+    num_skipped: int
     largest_token: int
     end_tokens: list[int]
     digest: str
@@ -69,6 +74,7 @@ def fill(
     splits: bool = False,
     end_token: int | None = None,
     date: datetime.date | None = None,
+    skip_unmarked: bool = False,
 ) -> Store:
     """Tokenizes all rows of some files, some at a time.
 
@@ -80,6 +86,7 @@ def fill(
         before.
       end_token: see `examples_of`.
       date: see `encode_conversation`.
+      skip_unmarked: whether rows of an `UnmarkedError` are skipped and counted.
 
     Raises: OSError, ValueError: see `rows` and `examples_of`; the message begins with the row's name. Or the folder for
       temporary files has no room.
@@ -87,14 +94,17 @@ def fill(
     try:
         with tempfile.TemporaryFile() as file:
             writer = _Writer(file, length, splits)
-            read = functools.partial(examples_of, tokenizer=tokenizer, end_token=end_token, date=date)
+            read = functools.partial(examples_with_texts, tokenizer=tokenizer, end_token=end_token, date=date)
             tokenizer("", verbose=False)  # forgets what tokenizer.json has of padding, as threads must not side by side
-            for examples in _examples_of_rows(paths, read):
-                writer.add(examples, tokenizer)
+            for examples in _examples_of_rows(paths, read, skip_unmarked):
+                writer.add(examples)
             if not writer.sizes:
                 cut = f"; rows that were cut to {length} tokens: {writer.num_cut}" if writer.num_cut else ""
+                skipped = (
+                    f"; rows that the chat template cannot mark: {writer.num_skipped}" if writer.num_skipped else ""
+                )
                 files = ", ".join(map(str, paths))
-                raise ValueError(f"{files} must have an example with tokens to learn, got none{cut}")
+                raise ValueError(f"{files} must have an example with tokens to learn, got none{cut}{skipped}")
             return writer.store()
     except OSError as error:  # of closing the file, too
         if error.errno not in (errno.ENOSPC, errno.EDQUOT):
@@ -104,13 +114,21 @@ def fill(
 
 
 def _examples_of_rows(
-    paths: Sequence[str | os.PathLike[str]], read: Callable[[Any], list[Example]]
-) -> Iterator[list[Example]]:
-    """The examples of each row, in order; threads tokenize, for which the tokenizer lets go of Python's lock."""
+    paths: Sequence[str | os.PathLike[str]], read: Callable[[Any], list[tuple[Example, Text]]], skip_unmarked: bool
+) -> Iterator[list[tuple[Example, Text]] | None]:
+    """The examples of each row, in order, None for one that is skipped.
 
-    def named(row: tuple[str, Any]) -> list[Example]:
+    Threads tokenize, for which the tokenizer lets go of Python's lock.
+    """
+
+    def named(row: tuple[str, Any]) -> list[tuple[Example, Text]] | None:
         try:
             return read(row[1])
+        except UnmarkedError as error:
+            if skip_unmarked:
+                return None
+            hint = "skip_unmarked=True, or the option --skip-unmarked, skips such rows"
+            raise ValueError(f"{row[0]}: {error}; {hint}") from error
         except ValueError as error:
             raise ValueError(f"{row[0]}: {error}") from error
 
@@ -124,28 +142,32 @@ class _Writer:
 
     def __init__(self, file: IO[bytes], length: int, splits: bool) -> None:
         self.file, self.length, self.splits = file, length, splits
-        self.sizes, self.weights, self.learned = array("q"), array("f"), array("q")
-        self.num_cut = self.num_left_out = self.largest_token = 0
+        self.sizes, self.weights, self.learned, self.num_bytes = array("q"), array("f"), array("q"), array("q")
+        self.num_cut = self.num_left_out = self.num_skipped = self.largest_token = 0
         self.ends: set[int] = set()
         self.digest = hashlib.sha256()
 
-    def add(self, examples: list[Example], tokenizer: Any) -> None:
-        """Writes the examples of a row."""
+    def add(self, examples: list[tuple[Example, Text]] | None) -> None:
+        """Writes the examples of a row, each with its text; None for a skipped row."""
+        if examples is None:
+            self.num_skipped += 1
+            return
         before, is_cut = len(self.sizes), False
-        for tokens, learned, weight in examples:
+        for (tokens, learned, weight), text in examples:
             if not weight:
                 continue
             marked = np.where(learned, tokens, ~tokens)
             if len(tokens) > self.length + 1 and not self.splits:
                 marked, is_cut = marked[: self.length + 1], True
-            elif (end := end_of(tokenizer, tokens)) is not None:
-                self.ends.add(end)
+            else:
+                self.ends |= text.ends
             for start in range(0, max(len(marked) - 1, 1), self.length):
-                self._add(marked[start : start + self.length + 1], weight)
+                own = slice(start, start + self.length + 1)
+                self._add(marked[own], text.num_bytes[own], weight)
         self.num_cut += is_cut
         self.num_left_out += len(self.sizes) == before
 
-    def _add(self, marked: np.ndarray, weight: float) -> None:
+    def _add(self, marked: np.ndarray, num_bytes: np.ndarray, weight: float) -> None:
         num_learned = int(np.sum(marked[1:] >= 0))
         if not num_learned:
             return
@@ -157,12 +179,14 @@ class _Writer:
         self.sizes.append(len(marked))
         self.weights.append(weight)
         self.learned.append(num_learned)
+        self.num_bytes.append(int(np.sum(num_bytes[1 : len(marked)], where=marked[1:] >= 0)))
 
     def store(self) -> Store:
         """What was written."""
         self.file.flush()
         tokens = np.memmap(self.file, "<i4", mode="r")
-        sizes, learned = np.array(self.sizes, np.int64), np.array(self.learned, np.int64)
+        sizes, learned, num_bytes = (np.array(each, np.int64) for each in (self.sizes, self.learned, self.num_bytes))
         weights, starts = np.array(self.weights, np.float32), np.cumsum(sizes) - sizes
-        counts = self.num_cut, self.num_left_out, self.largest_token
-        return Store(tokens, starts, sizes, weights, learned, *counts, sorted(self.ends), self.digest.hexdigest())
+        counts = self.num_cut, self.num_left_out, self.num_skipped, self.largest_token
+        of_examples = tokens, starts, sizes, weights, learned, num_bytes
+        return Store(*of_examples, *counts, sorted(self.ends), self.digest.hexdigest())

@@ -3,17 +3,33 @@
 Transformers tokenizes and decodes, by tokenizer.json and tokenizer_config.json. It needs no PyTorch for that.
 """
 
+import functools
 import itertools
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
 from jgg.hf.files import read_object
 from jgg.hf.settings import language_model
 from jgg.models import ModelConfig
+
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+
+
+class Continuation(str):
+    """A text that may change once more tokens come, but for its first `settled` characters."""
+
+    settled: int
+
+    def __new__(cls, text: str, settled: int) -> Self:
+        """The text with the number of characters that stay."""
+        new = super().__new__(cls, text)
+        new.settled = settled
+        return new
 
 
 def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
@@ -70,14 +86,69 @@ def encode(tokenizer: Any, text: str, *, is_rendered: bool = False) -> tuple[lis
     return before + [token for token, _ in own], [0] * len(before) + [end for _, end in own]
 
 
-def continuation(tokenizer: Any, prompt: list[int], new: list[int]) -> str:
-    """Returns the text that new tokens add to the text of a prompt's tokens; both without special tokens."""
-    texts = (
-        tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        for tokens in (prompt, prompt + new)
-    )
-    before, whole = texts
-    return whole[len(before) :]
+def bytes_of_tokens(tokenizer: Any, text: str, ids: Sequence[int], ends: Sequence[int]) -> np.ndarray:
+    """How many of a text's bytes in UTF-8 each of its tokens stands for, int [size].
+
+    They add up to the bytes of the text without its special tokens, whatever the tokens are decoded to: a tokenizer may
+    put a space before a text, or normalize it. Tokens that share a character share its bytes.
+
+    Args:
+      tokenizer: what `load_tokenizer` returned.
+      text: the text.
+      ids, ends: the tokens and where they end, as `encode` returns them; more tokens may follow, which are not of the
+        text.
+    """
+    own = np.zeros(len(ids), np.int64)
+    if not ends:
+        return own
+    characters = np.frombuffer(text.encode("utf-32-le"), "<u4")
+    widths = 1 + sum((characters >= least).astype(np.int64) for least in (0x80, 0x800, 0x10000))
+    # what follows the last token, such as white space that a normalizer strips, counts for it
+    past = np.concatenate([[0], np.cumsum(widths)])[np.maximum.accumulate([*ends[:-1], len(text)])]
+    _, first, count = np.unique(past, return_index=True, return_counts=True)
+    sharing, place = np.repeat(count, count), np.arange(len(past)) - np.repeat(first, count)
+    whole = np.repeat(np.diff(past[first], prepend=0), count)
+    own[: len(ends)] = whole * (place + 1) // sharing - whole * place // sharing
+    special = _special_tokens(tokenizer)
+    for number, (token, end) in enumerate(zip(ids, ends, strict=False)):
+        if token in special and text.endswith(special[token], 0, end):  # which that of unknown text does not
+            own[number] -= len(special[token].encode())
+    return own
+
+
+@functools.lru_cache(maxsize=1)
+def _special_tokens(tokenizer: Any) -> dict[int, str]:
+    return {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+
+
+def continuation(tokenizer: Any, prompt: list[int], new: list[int]) -> Continuation:
+    """Returns the text that new tokens add to the text of a prompt's tokens; both without special tokens.
+
+    Tokenizers such as Mixtral's decode bytes that follow one another together: a byte that completes no character makes
+    U+FFFD of all of them. So the characters of bytes at the end are not `settled` until another token follows.
+
+    Returns: a str with the attribute `settled`, for `jgg.models.stream_text`.
+    """
+
+    def decode(tokens: list[int]) -> str:
+        return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+    before, whole = decode(prompt), decode(prompt + new)
+    start = len(before) if whole.startswith(before) else shared_length(before, whole)
+    num_bytes = _bytes_at_end(tokenizer, new)
+    certain = shared_length(decode(prompt + new[: len(new) - num_bytes]), whole) if num_bytes else len(whole)
+    return Continuation(whole[start:], max(certain - start, 0))
+
+
+def _bytes_at_end(tokenizer: Any, tokens: list[int]) -> int:
+    """The number of tokens at the end that are bytes, with those between that have no text."""
+    count = 0
+    for number, token in enumerate(reversed(tokens), 1):
+        if _BYTE.fullmatch(tokenizer.convert_ids_to_tokens(token) or ""):
+            count = number
+        elif tokenizer.decode([token], skip_special_tokens=True):
+            break
+    return count
 
 
 def stop_tokens(folder: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None) -> list[int]:
@@ -94,13 +165,27 @@ def stop_tokens(folder: str | os.PathLike[str], adapter: str | os.PathLike[str] 
 
 
 def end_of(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> int | None:
-    """Returns the special token at the end of a text, or None; white space behind it does not count."""
-    for token in map(int, reversed(ids)):
-        if token in tokenizer.added_tokens_decoder:
-            return token
-        if tokenizer.decode([token]).strip():
-            return None
-    return None
+    """Returns the special token at the end of a text, or None; white space behind it does not count.
+
+    A token such as "</tool_call>" that was added to the vocabulary is special only if the tokenizer says so.
+    """
+    token = last_token(tokenizer, ids)
+    return token if token is not None and is_special(tokenizer, token) else None
+
+
+def last_token(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> int | None:
+    """The last token of a text that is not white space alone."""
+    return next((token for token in map(int, reversed(ids)) if tokenizer.decode([token]).strip()), None)
+
+
+def is_special(tokenizer: Any, token: int) -> bool:
+    """Whether a token is left out of texts and does not stand for unknown text.
+
+    It is quicker than the tokenizer's table of all added tokens.
+    """
+    if token == tokenizer.unk_token_id != tokenizer.eos_token_id:
+        return False
+    return not tokenizer.decode([token], skip_special_tokens=True) and bool(tokenizer.decode([token]))
 
 
 def check_vocabulary(tokenizer: Any, ids: Sequence[int] | np.ndarray, config: ModelConfig, where: object) -> None:
@@ -111,6 +196,12 @@ def check_vocabulary(tokenizer: Any, ids: Sequence[int] | np.ndarray, config: Mo
             f"{where} must have tokens below the model's vocab_size, {config.vocabulary}, got {largest}, "
             f"{tokenizer.convert_ids_to_tokens(largest)!r}: the tokenizer has tokens that the model has not"
         )
+
+
+def shared_length(*texts: str) -> int:
+    """The number of characters with which all texts begin."""
+    pairs = zip(min(texts), max(texts), strict=False)
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def kind_and_text(error: Exception) -> str:

@@ -39,8 +39,9 @@ class LayerOptions:
       hidden_features: I, hidden features of each expert.
       num_experts: E, experts of the layer.
       topk: k, experts per token.
-      score, normalize, scale, num_groups, topk_groups: options of the router, as in `jgg.route`. With topk 1,
-        normalize=True and score="topk_softmax" make every weight 1, so the router is trained by its losses alone.
+      score, normalize, scale, num_groups, topk_groups, scores_per_group: options of the router, as in `jgg.route`. With
+        topk 1, normalize=True and score="topk_softmax" make every weight 1, so the router is trained by its losses
+        alone.
       use_selection_bias: the router chooses by scores plus a bias that is no parameter; see
         `jgg.update_selection_bias`.
       scale_input: the router's weight scales x before the expert instead of the result (Llama-4); needs topk 1.
@@ -69,6 +70,7 @@ class LayerOptions:
     scale: float = 1.0
     num_groups: int = 1
     topk_groups: int = 1
+    scores_per_group: int | None = None
     use_selection_bias: bool = False
     scale_input: bool = False
     activation: ActivationLike = "swiglu"

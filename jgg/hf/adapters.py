@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,6 +110,17 @@ def modules_of_expert(config: Mapping[str, Any], layer: int, param: str, expert:
     own = family(config)
     parts = [name.removesuffix(".weight") for name in own.tensors[param].names if "{e}" in name]
     return [own.block_name(layer) + part.replace("{e}", str(expert)) for part in parts]
+
+
+def left_out_by_peft(config: Mapping[str, Any], modules: Collection[str]) -> str:
+    """What PEFT leaves out of an adapter of these modules, with some for each expert; "" if nothing."""
+    of_experts = {own.rpartition(".")[2] for param in FUSED for own in modules_of_expert(config, 0, param, 0)}
+    others = [own for own in modules if ".experts." not in own]
+    if not family(config).has_modules_in_peft:
+        return "experts" if len(others) < len(modules) else ""
+    # PEFT takes these names for the experts', whatever precedes them
+    is_lost = any(own.rpartition(".")[2] in of_experts for own in others)
+    return "dense layers and shared experts" if is_lost else ""
 
 
 def read_settings(folder: Path) -> AdapterSettings:

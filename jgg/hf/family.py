@@ -39,6 +39,8 @@ class Family:
       outer: the keys of the language model that count beside "text_config" instead, with transformers' defaults.
       is_swapped: True if PEFT takes the in-features of fused experts for their out-features, which it does where they
         are stored [E, in, out] and transformers does not say so.
+      has_modules_in_peft: whether PEFT reads adapters of each expert's modules. It does for the types of models that
+        transformers' `_MODEL_TO_CONVERSION_PATTERN` has as "mixtral" or "qwen2_moe"; else it leaves them out.
     """
 
     block: str
@@ -57,6 +59,7 @@ class Family:
     fused_block: str | None = None
     ignored: tuple[str, ...] = (FREQUENCIES,)
     is_swapped: bool = False
+    has_modules_in_peft: bool = True
     text_type: str | None = None
     outer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 

@@ -141,16 +141,19 @@ class JggLM(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        pairs = [Pair(context, own) for _, context, own in requests]
+        for texts, _, own in requests:
+            check(bool(own), f"a continuation must have tokens behind its context, got none in {texts!r}")
+        # lm-eval moves white space at the end of a context into the continuation, which may leave no context
+        pairs = [Pair(context or [self.prefix_token_id], own) for _, context, own in requests]
         self._tell_of_cuts(len(pair.context) + len(pair.continuation) - 1 for pair in pairs)
-        results = [(0.0, True)] * len(pairs)
+        results: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(pairs), disable=disable_tqdm, desc="Running loglikelihood requests") as progress:
             for number, answer in score(self.model, pairs, self.batch_size, self.max_length):
                 results[number] = answer
                 if requests[number][0] is not None:  # which a part of a rolling request has not
                     self.cache_hook.add_partial("loglikelihood", requests[number][0], answer)
                 progress.update()
-        return results
+        return [results[number] for number in range(len(pairs))]
 
     def loglikelihood_rolling(self, requests: Sequence[Instance], disable_tqdm: bool = False) -> list[float]:
         """The natural logarithm of each text's probability; texts longer than max_length in disjoint windows."""
@@ -205,8 +208,7 @@ class JggLM(TemplateLM):
         unknown = ", ".join(sorted(options.keys() - set(_DRAWING)))
         known = f"until, max_gen_toks, do_sample, temperature, {', '.join(_DRAWING)}"
         check(not unknown, f"options of generation must be of {known}, got {unknown}")
-        stops = [[token] for token in self._ends]
-        stops += [ids for ids in (self.tok_encode(text, add_special_tokens=False) for text in until) if ids]
+        stops = [ids for text in until if (ids := self._tokens_of_stop(text))]
         whole = [self.tok_encode(context) or [self.prefix_token_id] for context in contexts]
         self._tell_of_cuts(len(ids) + new for ids in whole)
         prompts = [ids[new - self.max_length :] for ids in whole]
@@ -220,20 +222,28 @@ class JggLM(TemplateLM):
                 lengths=np.array([len(prompts[index]) for index in places]),
                 key=jax.random.key(self._seed),
                 seeds=np.array([seeds[index] for index in places]),
-                stop_tokens=stops,
+                stop_tokens=[[token] for token in self._ends] + stops,
                 temperature=temperature if do_sample else 0.0,
                 **options,
             )
             for index, row in zip(batch.indices, on_host(rows).tolist(), strict=False):
                 yield index, self._text(row, stops, until)
 
+    def _tokens_of_stop(self, text: str) -> list[int]:
+        """The tokens of a text that ends generation; none where they do not stand for the whole of it."""
+        ids = self.tok_encode(text, add_special_tokens=False)
+        return ids if text in self.tokenizer.decode(ids) else []
+
     def _text(self, new: list[int], stops: Sequence[list[int]], until: Sequence[str]) -> str:
         """The text of new tokens before what ends it."""
-        ends = [start for start in range(len(new)) if any(new[start : start + len(stop)] == stop for stop in stops)]
-        new = new[: min(ends, default=len(new))]
+        cuts = [start for start, token in enumerate(new) if token in self._ends]
+        cuts += [n for stop in stops for n in range(len(stop), len(new) + 1) if new[n - len(stop) : n] == stop]
+        new = new[: min(cuts, default=len(new))]
         check(-1 not in new, "the model must have finite logits, got NaN for a new token")
         text = self.tokenizer.decode(new, skip_special_tokens=True)  # without the prompt, as lm-eval's other models do
-        return text[: min((text.find(end) for end in until if end in text), default=len(text))]
+        for end in until:  # in this order, as lm-eval's other models do
+            text = text.split(end)[0]
+        return text
 
     def _tell_of_cuts(self, lengths: Iterator[int]) -> None:
         cut = sum(length > self.max_length for length in lengths)

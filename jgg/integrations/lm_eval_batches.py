@@ -74,7 +74,8 @@ def score(
 
     Args:
       model: what computes the probabilities.
-      pairs: of at least one token of a context; contexts are cut from the left to the tokens that max_length leaves.
+      pairs: of at least one token of a context, and one of a continuation; contexts are cut from the left to the tokens
+        that max_length leaves.
       size: as in `batches`.
       max_length: the most tokens that run through the model.
 
@@ -85,10 +86,7 @@ def score(
         if len(continuation) > max_length:
             most = f"max_length, {max_length} tokens"
             raise ValueError(f"a continuation must have at most {most}, got {len(continuation)}")
-        if continuation:
-            alike.setdefault((*context, *continuation)[-max_length - 1 : -1], []).append(number)
-        else:
-            yield number, (0.0, True)
+        alike.setdefault((*context, *continuation)[-max_length - 1 : -1], []).append(number)
     rows = list(alike.items())
     graphdef, state = nnx.split(model)
     for batch in batches(model, [len(tokens) for tokens, _ in rows], size):

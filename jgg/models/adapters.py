@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,9 @@ def save_adapter(model: Decoder, folder: str | Path, *, by_expert: bool = False)
         written.
       by_expert: whether to write adapters of experts for each expert's own modules, as published checkpoints name them,
         and to give all terms one rank, with zeros, and one scale. vLLM and SGLang read that, and `load_adapter` too.
+        PEFT does not read all of it: it leaves out the experts of Hunyuan V3, Qwen2-MoE and Qwen3.5, and in all
+        families but Mixtral, MiniMax-M2, OLMoE and Qwen3-MoE the dense layers and shared experts, whose modules have
+        the names of experts'. A UserWarning says so.
 
     Raises:
       ValueError: the model has no adapters; or, with by_expert, its family has no modules for each expert.
@@ -102,9 +106,17 @@ def _by_module(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
                 tensors |= _tensors_of(modules, LowRank(a, b, scale))
         else:
             tensors |= _tensors_of(matrix.modules[number], own)
+    modules = {name.partition(".lora_")[0] for name in tensors}
+    left_out = of_hf.left_out_by_peft(model.config.hf, modules)
+    if left_out:
+        warnings.warn(
+            f"PEFT leaves out the adapters of {left_out} from what by_expert=True writes for "
+            f"{model.config.model_type}; for PEFT, save the adapter without by_expert.",
+            stacklevel=3,
+        )
     settings = {
         "base_model_name_or_path": model.config.name,
-        "target_modules": sorted({name.partition(".lora_")[0].rpartition(".")[2] for name in tensors}),
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
     }
     return dict(new_settings("settings", settings, {"": (rank, scale)}).values), tensors
 

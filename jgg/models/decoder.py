@@ -23,9 +23,8 @@ from jgg.models.norms import norm
 from jgg.models.parts import TARGETS, Options, set_params
 from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.stacks import merge_stack, new_stack, put_forms, rotations_of, run_layers
-from jgg.models.tokens import as_segments, as_tokens, as_weights, check_shape, runs_of
+from jgg.models.tokens import as_choices, as_segments, as_tokens, as_weights, check_shape, runs_of
 from jgg.primitives.barrier import barrier
-from jgg.router.routing import as_given_choices
 from jgg.sharding import MoESharding
 
 Caches = tuple[Any, ...]  # of each stack of the plan, in the form that its mixer gives it
@@ -163,6 +162,9 @@ class Decoder(nnx.Module):
             tokens with the same number side by side are one sequence. Each gives the logits that it gives alone.
           topk_indices: integer [L, B, S, k], the experts of each token in each of the L layers that have experts, such
             as a former call sowed; -1 leaves a choice to the router. As in `jgg.route`, weights are still the router's.
+            What is no expert, and an expert twice for a token that counts, raise ValueError where their values are
+            known. A traced program has none to check: there, a choice that is no expert adds nothing, and an expert
+            given twice counts twice.
           mask: bool or number [B, S], False or 0 for tokens that do not count, such as padding; by default all count.
             Tokens that do not count go to no expert and cost no expert's time, and count in no router's loss. Attention
             sees them as all others, so they must come after those that count, or be of segments of their own: their
@@ -235,7 +237,7 @@ class Decoder(nnx.Module):
         mask: ArrayLike | None = None,
         adapters: bool = True,
     ) -> Scores:
-        """Returns the log-probabilities of targets, for an evaluation, and whether they are the likeliest tokens.
+        """Returns the log-probabilities of targets, for an evaluation, and whether greedy decoding takes them.
 
         As in `losses`, the logits of all tokens are never in memory together. Sows what a call sows. It has no
         gradients.
@@ -294,14 +296,15 @@ class Decoder(nnx.Module):
         measures: bool = False,
     ) -> jax.Array:
         """The last features [B, S, H] of whole sequences."""
+        mask, experts = as_mask(mask, "[B, S]", tokens.shape), self.config.moe
         if topk_indices is not None:
-            shape = self.config.num_moe_layers, *tokens.shape, self.config.moe.topk
-            topk_indices = as_given_choices(topk_indices, "[L, B, S, k]", shape)
+            shape = self.config.num_moe_layers, *tokens.shape, experts.topk
+            topk_indices = as_choices(topk_indices, shape, experts.num_experts, mask)
         run = functools.partial(
             self.run_layers,
             tokens,
             topk_indices=topk_indices,
-            mask=as_mask(mask, "[B, S]", tokens.shape),
+            mask=mask,
             adapters=as_flag("adapters", adapters),
             measures=measures,
         )

@@ -71,7 +71,7 @@ class Scores(NamedTuple):
     Attributes:
       log_probabilities: float32 [B, S, C], the logarithms of the targets' probabilities, which are `-Decoder.losses`;
         NaN for a target that is no id of the vocabulary.
-      is_greedy: bool [B, S, C], whether no token is likelier than the target.
+      is_greedy: bool [B, S, C], whether greedy decoding takes the target: the first of the likeliest tokens.
     """
 
     log_probabilities: jax.Array
@@ -86,7 +86,8 @@ def scores_of(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head, shardi
         logits, log_sums = head.final(raw), losses_by(raw, targets[..., 0], head).log_sums
         targets = jnp.where(targets < 0, logits.shape[-1], targets)  # else JAX would count from the last logit
         of_targets = jnp.take_along_axis(logits, targets, axis=-1, mode="fill")
-        return Scores(of_targets - log_sums[..., None], of_targets == jnp.max(logits, axis=-1, keepdims=True))
+        is_greedy = (targets == jnp.argmax(logits, axis=-1)[..., None]) & ~jnp.isnan(of_targets)
+        return Scores(of_targets - log_sums[..., None], is_greedy)
 
     def own(w: jax.Array, x: jax.Array, targets: jax.Array) -> Scores:
         num_parts = _num_parts(x, head.vocabulary(w))

@@ -22,13 +22,15 @@ def stream_text(
 
     A row ends before the first stop string in its text, which may begin and end inside tokens; of two that overlap, the
     one that ends first counts. Text that may be the beginning of a stop string is kept back until this is known, and so
-    are the bytes of a character that is not complete. So the text does not depend on the stream's chunks.
+    is text that further tokens may change, such as the bytes of a character that is not complete. So the text is that
+    of all tokens at once, and does not depend on the stream's chunks.
 
     Args:
       stream: of R rows, of which no token has come yet.
       decoders: for each row, a function from its new tokens to the text that they add, such as
         `functools.partial(jgg.data.continuation, tokenizer, prompt)`. The text of more tokens must begin with that of
-        fewer, but for characters that are not whole, which it must have as U+FFFD, as tokenizers do.
+        fewer, except for U+FFFD at its end, which stands for a character that is not complete. A text with an attribute
+        `settled`, as `continuation` returns, need only keep that many of its first characters.
       stop: strings that end a row, and are left out of its text; not empty.
       stop_tokens: tokens that end a row of the stream and are left out of its text.
 
@@ -77,13 +79,14 @@ def cut(text: str, stop: Sequence[str], *, is_last: bool = True) -> Cut:
     Args:
       is_last: whether nothing follows. Else what may change or be the beginning of a stop string is left out.
     """
+    if not is_last:
+        text = text[: getattr(text, "settled", len(text))].rstrip(_UNKNOWN)
     ends = [(text.find(each) + len(each), -len(each)) for each in stop if each in text]
     if ends:
         end, size = min(ends)
         return Cut(text[: end + size], True)
     if is_last:
         return Cut(text, False)
-    text = text.rstrip(_UNKNOWN)
     begun = max((size for each in stop for size in range(1, len(each)) if text.endswith(each[:size])), default=0)
     return Cut(text[: len(text) - begun], False)
 

@@ -13,6 +13,7 @@ from jax.typing import ArrayLike
 from jgg.core.arguments import as_array, check, check_integers, check_rank, check_reals
 from jgg.core.schedule import saturated_int32
 from jgg.models.placement import on_host
+from jgg.router.routing import as_given_choices
 
 _INT32 = jnp.iinfo(jnp.int32)
 
@@ -80,6 +81,27 @@ def check_ids(name: str, ids: np.ndarray, vocabulary: int, is_read: np.ndarray |
     is_wrong = ((ids < 0) | (ids >= vocabulary)) & is_read
     expected = f"ids from 0 to {vocabulary - 1}, the last of the model's vocabulary"
     check(not is_wrong.any(), f"{name} must be {expected}, got {_first(ids, is_wrong)}.")
+
+
+def as_choices(value: ArrayLike, shape: tuple[int, ...], num_experts: int, mask: jax.Array | None) -> jax.Array:
+    """The experts that tokens are given, integer [L, B, S, k].
+
+    Raises: as `as_given_choices`. ValueError: where values are known, a token that counts is given what is no expert,
+      or an expert twice.
+    """
+    choices = as_given_choices(value, "[L, B, S, k]", shape)
+    _, numbers = as_integers("topk_indices", value, "[L, B, S, k]")
+    if numbers is None or isinstance(mask, Tracer):
+        return choices
+    counts = True if mask is None else on_host(mask)[:, :, None]
+    is_wrong = ((numbers < -1) | (numbers >= num_experts)) & counts
+    expected = f"experts from 0 to {num_experts - 1}, or -1 for a choice of the router"
+    check(not is_wrong.any(), f"topk_indices must be {expected}, got {_first(numbers, is_wrong)}.")
+    ascending = np.sort(numbers)
+    is_twice = (ascending[..., 1:] == ascending[..., :-1]) & (ascending[..., 1:] >= 0) & counts
+    got = _first(ascending[..., 1:].max(axis=-1, where=is_twice, initial=0), is_twice.any(axis=-1))
+    check(not is_twice.any(), f"topk_indices must give a token each expert at most once, got expert {got} twice.")
+    return choices
 
 
 def check_shape(name: str, array: jax.Array, tokens: jax.Array) -> None:

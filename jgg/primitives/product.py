@@ -155,6 +155,8 @@ class Product[Results]:
     def _merge_batch(
         self, merge_batch: Callable[..., Any], leaves: Sequence[Any], batched: Sequence[bool], *, call: Call
     ) -> list[jax.Array] | None:
+        if any(leaf.size == 0 for leaf in leaves):  # the problems' own parts could not be told apart
+            return None
         operands = (call.structure.unflatten(each) for each in (leaves, batched))
         results = merge_batch(call.how, *operands, **call.of_kernels)
         return None if results is None else jax.tree.leaves(results)

@@ -10,7 +10,8 @@ from jgg.core.arguments import as_array, as_mask, check_integers, check_one_of, 
 from jgg.core.gpu_target import current_target
 from jgg.core.schedule import saturated_int32
 from jgg.launching.choice import How
-from jgg.router.routing import SCORES, as_logits, as_selection_bias, compute_order
+from jgg.router.options import SCORES
+from jgg.router.routing import as_logits, as_selection_bias, compute_order, zeroed
 
 
 def load_balancing_loss(
@@ -71,10 +72,10 @@ def compute_load_balancing_loss(
       rows: int32 [E], rows of each expert, from tokens that count.
       counts: bool [T], which tokens count; None for all.
     """
-    logits = _zeroed(logits.astype(jnp.float32), counts)
+    logits = zeroed(logits.astype(jnp.float32), counts)
     # the softmax of the sigmoids' logarithms is each sigmoid divided by the sum of all
     probabilities = jax.nn.softmax(jax.nn.log_sigmoid(logits) if score == "sigmoid" else logits)
-    sums = rows, _number_of(counts, logits), jnp.sum(_zeroed(probabilities, counts), axis=0)
+    sums = rows, _number_of(counts, logits), jnp.sum(zeroed(probabilities, counts), axis=0)
     rows, num_counted, probabilities = jax.lax.psum(sums, axis_name)
     num_counted = jnp.maximum(num_counted, 1).astype(jnp.float32)
     loads = rows.astype(jnp.float32) / (num_counted * topk)
@@ -99,8 +100,8 @@ def router_z_loss(logits: ArrayLike, *, mask: ArrayLike | None = None, axis_name
 
 def compute_router_z_loss(logits: jax.Array, counts: jax.Array | None, axis_name: Hashable) -> jax.Array:
     """`router_z_loss` of checked arguments; counts: bool [T], which tokens count, or None for all."""
-    logits = _zeroed(logits.astype(jnp.float32), counts)
-    squares = _zeroed(jnp.square(jax.nn.logsumexp(logits, axis=-1)), counts)
+    logits = zeroed(logits.astype(jnp.float32), counts)
+    squares = zeroed(jnp.square(jax.nn.logsumexp(logits, axis=-1)), counts)
     total, num_counted = jax.lax.psum((jnp.sum(squares), _number_of(counts, logits)), axis_name)
     return total / jnp.maximum(num_counted, 1).astype(jnp.float32)
 
@@ -145,11 +146,6 @@ def _signs_of_mean_minus(counts: jax.Array) -> jax.Array:
     mean = quotients + carry  # rounded down by rest / num_experts
     is_below = jnp.where(counts == mean, rest > 0, counts < mean)
     return is_below.astype(jnp.int32) - (counts > mean).astype(jnp.int32)
-
-
-def _zeroed(array: jax.Array, counts: jax.Array | None) -> jax.Array:
-    """An array [T, ...] with zeros for tokens that do not count, so that NaN there reaches no loss and no gradient."""
-    return array if counts is None else jnp.where(counts.reshape(-1, *[1] * (array.ndim - 1)), array, 0.0)
 
 
 def _number_of(counts: jax.Array | None, logits: jax.Array) -> jax.Array:

@@ -10,12 +10,9 @@ from jax.typing import ArrayLike
 
 from jgg.core.arguments import (
     as_array,
-    as_finite,
-    as_flag,
     as_int,
     check_floats,
     check_integers,
-    check_one_of,
     check_rank,
 )
 from jgg.core.gpu_target import current_target
@@ -25,9 +22,8 @@ from jgg.products.route_few import ROUTE_FEW, Routed, RouteFew, are_few
 from jgg.products.score import SCORE, Score
 from jgg.products.sort import SORT, Sort
 from jgg.products.top_k import TOP_K, TopK
+from jgg.router.options import RouterOptions
 from jgg.router.weights import weigh
-
-SCORES = ("softmax", "topk_softmax", "sigmoid")
 
 
 class Routing(NamedTuple):
@@ -57,6 +53,7 @@ def route(
     selection_bias: ArrayLike | None = None,
     num_groups: int = 1,
     topk_groups: int = 1,
+    scores_per_group: int | None = None,
     topk_indices: ArrayLike | None = None,
     implementation: str | None = None,
 ) -> Routing:
@@ -93,7 +90,10 @@ def route(
         `update_selection_bias`.
       num_groups: groups of E / num_groups consecutive experts each.
       topk_groups: number of groups from which a token may take experts. It takes the groups with the highest group
-        score: for "sigmoid" the sum of the group's two highest scores, else its highest score.
+        score, the sum of the group's `scores_per_group` highest scores, each plus its `selection_bias`. For
+        "topk_softmax" these scores are the logits.
+      scores_per_group: how many scores rank a group, at most E / num_groups. By default two for "sigmoid", as in
+        DeepSeek-V3, else one, as in DeepSeek-V2. Megatron Core and Transformer Engine take k // topk_groups.
       topk_indices: integer [T, k], experts to use instead of the router's choice, such as the choices of another router
         that are replayed; None where the router makes all choices. -1 leaves a choice to the router: a token's choices
         of -1 become, in order of position, the best of the k experts that the router would choose without topk_indices
@@ -117,25 +117,22 @@ def route(
     """
     logits = as_logits(logits)
     num_experts = logits.shape[1]
-    topk, num_groups, topk_groups = check_counts(num_experts, topk, num_groups, topk_groups)
-    normalize, scale = check_scores(score, topk, normalize, scale)
-    if selection_bias is not None:
-        selection_bias = as_selection_bias(selection_bias, num_experts)
-    if topk_indices is not None:
-        topk_indices = as_given_choices(topk_indices, "[T, k]", (logits.shape[0], topk))
-    check_implementation(implementation)
-    return compute_routing(
-        logits,
-        selection_bias,
-        topk_indices,
-        How(implementation, current_target()),
+    options = RouterOptions.checked(
+        num_experts,
         topk=topk,
         score=score,
         normalize=normalize,
         scale=scale,
         num_groups=num_groups,
         topk_groups=topk_groups,
+        scores_per_group=scores_per_group,
     )
+    if selection_bias is not None:
+        selection_bias = as_selection_bias(selection_bias, num_experts)
+    if topk_indices is not None:
+        topk_indices = as_given_choices(topk_indices, "[T, k]", (logits.shape[0], options.topk))
+    check_implementation(implementation)
+    return compute_routing(logits, selection_bias, topk_indices, How(implementation, current_target()), options)
 
 
 def compute_routing(
@@ -143,23 +140,17 @@ def compute_routing(
     selection_bias: jax.Array | None,
     given: jax.Array | None,
     how: How,
-    *,
-    topk: int,
-    score: str,
-    normalize: bool,
-    scale: float,
-    num_groups: int,
-    topk_groups: int,
+    options: RouterOptions,
 ) -> Routing:
     """`route` of checked arguments; its topk_indices are `given`."""
     logits = logits.astype(jnp.float32)
     fixed = jax.lax.stop_gradient(logits)
-    if selection_bias is None and given is None and topk_groups == num_groups and are_few(logits, how):
-        choices = ROUTE_FEW(how, RouteFew(fixed), topk=topk)
+    if selection_bias is None and given is None and options.takes_every_group and are_few(logits, how):
+        choices = ROUTE_FEW(how, RouteFew(fixed), topk=options.topk)
     else:
         if selection_bias is not None:
             selection_bias = jax.lax.stop_gradient(selection_bias).astype(jnp.float32)
-        topk_indices = _choose(fixed, topk, score, selection_bias, num_groups, topk_groups, how)
+        topk_indices = _choose(fixed, selection_bias, options, how)
         if given is not None:
             topk_indices = _replace_given(topk_indices, saturated_int32(given))
         choices = Routed(topk_indices, *compute_order(topk_indices, logits.shape[1], how))
@@ -167,49 +158,48 @@ def compute_routing(
         logits,
         choices.topk_indices,
         how,
-        score=score,
-        normalize=normalize,
-        scale=scale,
+        score=options.score,
+        normalize=options.normalize,
+        scale=options.scale,
         all_are_experts=given is None,
     )
     return Routing(topk_weights, *choices)
 
 
-def _choose(
-    logits: jax.Array,
-    topk: int,
-    score: str,
-    selection_bias: jax.Array | None,
-    num_groups: int,
-    topk_groups: int,
-    how: How,
-) -> jax.Array:
+def _choose(logits: jax.Array, selection_bias: jax.Array | None, options: RouterOptions, how: How) -> jax.Array:
     """The experts of each token, int32 [T, k], the highest biased score first."""
-    top_k = functools.partial(_top_k, how=how)
+    top_k, score = functools.partial(_top_k, how=how), options.score
     if selection_bias is None:
         ranks = logits  # logits rank as scores do, but rounding makes some scores equal
     elif score == "topk_softmax":
         ranks = logits + selection_bias[None, :]
     else:
         ranks = SCORE(how, Score(logits, selection_bias), score=score)
-    if topk_groups == num_groups:
-        return top_k(ranks, topk)
+    if options.takes_every_group:
+        return top_k(ranks, options.topk)
     num_tokens, num_experts = logits.shape
-    group_size = num_experts // num_groups
-    grouped = (num_tokens, num_groups, group_size)
-    if score == "sigmoid":
-        scores = ranks if selection_bias is not None else SCORE(how, Score(logits), score=score)
-        scores = scores.reshape(grouped)
-        best = top_k(scores, min(2, group_size))
-        group_scores = jnp.sum(jnp.take_along_axis(scores, best, axis=-1), axis=-1)
-    else:
+    group_size = num_experts // options.num_groups
+    grouped = (num_tokens, options.num_groups, group_size)
+    are_scores = selection_bias is not None or score == "topk_softmax"
+    num_scores = options.scores_per_group or min(2 if score == "sigmoid" else 1, group_size)
+    if num_scores == 1 and score != "sigmoid":
         group_scores = jnp.max(ranks.reshape(grouped), axis=-1)
+    else:
+        scores = (ranks if are_scores else SCORE(how, Score(logits), score=score)).reshape(grouped)
+        group_scores = _sum_of_best(scores, top_k(scores, num_scores))
     # The eligible experts are gathered, since no value that masks the others is lower than every score. Groups
     # are in ascending order, so that among equal scores the lower index still comes first.
-    groups = jnp.sort(top_k(group_scores, topk_groups), axis=-1)  # [T, topk_groups]
+    groups = jnp.sort(top_k(group_scores, options.topk_groups), axis=-1)  # [T, topk_groups]
     eligible = jnp.take_along_axis(ranks.reshape(grouped), groups[:, :, None], axis=1)
-    chosen = top_k(eligible.reshape(num_tokens, topk_groups * group_size), topk)
+    chosen = top_k(eligible.reshape(num_tokens, options.topk_groups * group_size), options.topk)
     return jnp.take_along_axis(groups, chosen // group_size, axis=1) * group_size + chosen % group_size
+
+
+def _sum_of_best(scores: jax.Array, best: jax.Array) -> jax.Array:
+    """The sum of the scores [..., E] at indices [..., n]. Its order is fixed, as XLA's is for two numbers alone."""
+    found = jnp.take_along_axis(scores, best, axis=-1)
+    others = (found[..., place] for place in range(2, found.shape[-1]))
+    return sum(others, start=jnp.sum(found[..., :2], axis=-1))
 
 
 def _top_k(scores: jax.Array, k: int, how: How) -> jax.Array:
@@ -281,6 +271,11 @@ def without_masked(routing: Routing, mask: jax.Array, num_experts: int, how: How
     return Routing(topk_weights, topk_indices, *compute_order(topk_indices, num_experts, how))
 
 
+def zeroed(array: jax.Array, mask: jax.Array | None) -> jax.Array:
+    """An array [T, ...] with zeros for tokens whose mask [T] is False, so that NaN there reaches no sum or gradient."""
+    return array if mask is None else jnp.where(mask.reshape(-1, *[1] * (array.ndim - 1)), array, 0.0)
+
+
 def as_logits(logits: ArrayLike) -> jax.Array:
     """The logits as an array; raises unless they are float [T, E]."""
     logits = as_array("logits", logits)
@@ -305,27 +300,3 @@ def as_given_choices(topk_indices: ArrayLike, axes: str, shape: tuple[int, ...])
         raise ValueError(f"topk_indices must be {axes} = {list(shape)}, got {list(topk_indices.shape)}.")
     check_integers("topk_indices", topk_indices)
     return topk_indices
-
-
-def check_scores(score: str, topk: int, normalize: bool | None, scale: float) -> tuple[bool, float]:
-    """`normalize` as a bool and `scale` as a float; raises if `route` does not allow them with this score."""
-    check_one_of("score", score, SCORES)
-    normalize = topk > 1 or score == "topk_softmax" if normalize is None else as_flag("normalize", normalize)
-    if score == "topk_softmax" and not normalize:
-        raise ValueError(f"normalize must be True with score='topk_softmax', whose weights sum to 1, got {normalize}.")
-    return normalize, as_finite("scale", scale)
-
-
-def check_counts(num_experts: int, topk: int, num_groups: int, topk_groups: int) -> tuple[int, int, int]:
-    """The three counts as ints; raises if `route` does not allow them for `num_experts` experts."""
-    topk, num_groups = as_int("topk", topk), as_int("num_groups", num_groups)
-    topk_groups = as_int("topk_groups", topk_groups)
-    if num_groups < 1 or num_experts % num_groups:
-        raise ValueError(f"num_groups must divide the number of experts, {num_experts}, got {num_groups}.")
-    if not 1 <= topk_groups <= num_groups:
-        raise ValueError(f"topk_groups must be between 1 and num_groups, {num_groups}, got {topk_groups}.")
-    eligible = topk_groups * (num_experts // num_groups)
-    if not 1 <= topk <= eligible:
-        what = "experts" if topk_groups == num_groups else f"experts in topk_groups of num_groups={num_groups} groups"
-        raise ValueError(f"topk must be between 1 and the number of {what}, {eligible}, got {topk}.")
-    return topk, num_groups, topk_groups

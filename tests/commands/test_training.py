@@ -85,6 +85,16 @@ def test_fine_tuning_goes_on_from_a_checkpoint(folder, capsys):
 
 
 @pytest.mark.thorough
+def test_rows_that_are_skipped_are_told_and_logged(folder, capsys):
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no chats') }}")
+    write("data.jsonl", [*ROWS, {"messages": [{"role": role, "content": "t3"} for role in ("user", "assistant")]}])
+    options = "--steps", 1, "--lora-rank", 2, "--sequence-length", 12, "--batch-size", 1, "--skip-unmarked"
+    (line,) = run("finetune", *options, "--output", "out")
+    assert line["skipped_rows"] == 1 and "eval_skipped_rows" not in line
+    assert "3 examples, 1 row of --data skipped that the chat template cannot mark: " in capsys.readouterr().out
+
+
+@pytest.mark.thorough
 @pytest.mark.usefixtures("folder")
 def test_a_run_that_sigterm_stops_says_so_and_goes_on(capsys, monkeypatch):
     options = "--steps", 6, "--lora-rank", 2, "--sequence-length", 12, "--batch-size", 1, "--checkpoints"

@@ -232,6 +232,33 @@ def test_a_new_model_learns_the_end_that_it_is_saved_with(ends, want, folder):
     assert (batch["weights"][batch["segments"] == 1] > 0).tolist() == [False, True, *[True for _ in want]]
 
 
+REJECTED = {"messages": [{"role": role, "content": "t3"} for role in ("system", "user", "assistant")]}
+REJECTS = (
+    "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}t1{{ messages[-1].content }}"
+)
+
+
+@pytest.mark.parametrize("command", ["finetune", "train", "evaluate"])
+def test_an_option_skips_conversations_that_cannot_be_marked(command, folder, error):
+    (folder / "chat_template.jinja").write_text(REJECTS)
+    (folder.parent / "chats.jsonl").write_text(f"{json.dumps(REJECTED)}\n" * 2)
+    output = () if command == "evaluate" else ("--output", "out")
+    message = error(command, "model", "--data", "data.jsonl", "chats.jsonl", *output)
+    assert "chats.jsonl:1: the chat template fails: TemplateError: no system" in message
+    assert message.endswith("the option --skip-unmarked, skips such rows")
+    message = error(command, "model", "--data", "chats.jsonl", "--skip-unmarked", *output)
+    assert message.endswith("got none; rows that the chat template cannot mark: 2")
+    if command == "evaluate":
+        return
+    options = ["--output", "out", "--skip-unmarked", "--data", "data.jsonl", "chats.jsonl"]
+    args = parse("0", [command, "model", *options, "--eval-data", "chats.jsonl", "data.jsonl"])
+    args.batch_size = 1
+    found = data_of(args, folder, folder, jgg.models.model_config(jgg.hf.read_config(folder)))
+    assert found.skipped == {"skipped_rows": 2, "eval_skipped_rows": 2}
+    told = "4 examples, 2 rows of --data skipped that the chat template cannot mark, 2 rows of --eval-data skipped that"
+    assert found.in_words().startswith(told)
+
+
 def test_held_out_tokens_beyond_the_vocabulary_are_named(folder, error):
     (folder / "config.json").write_text(json.dumps(config_of("qwen3_moe") | {"vocab_size": 9}))
     (folder.parent / "held.jsonl").write_text('{"text": "t1 t11"}')

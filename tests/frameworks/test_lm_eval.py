@@ -111,6 +111,18 @@ def test_log_likelihoods(folder):
     assert all(type(value) is float and type(is_greedy) is bool for value, is_greedy in got)
 
 
+def test_a_context_of_white_space_alone_has_the_prefix_token(folder):
+    """As an empty one: lm-eval moves the white space into the continuation, and no token is left."""
+    lm = made_of(folder)
+    requests = [(" ", "t9 t10"), ("\n\n", "t9 t10"), ("\t", "t9"), ("", "t9")]
+    got = lm.loglikelihood(instances("loglikelihood", *requests), disable_tqdm=True)
+    want = [want_of([BEGIN], numbers(own)) for _, own in requests]
+    np.testing.assert_allclose([value for value, _ in got], [value for value, _ in want], rtol=1e-5)
+    for request in (("t3", ""), ("t3 ", " ")):  # no token to score, rather than one of probability 1
+        with pytest.raises(ValueError, match=r"a continuation must have tokens behind its context, got none in \('t3"):
+            lm.loglikelihood(instances("loglikelihood", request), disable_tqdm=True)
+
+
 def test_rolling_log_likelihoods(folder, caplog):
     """Of a text longer than a sequence, whose last tokens see as many before them as there is room for."""
     lm = made_of(folder, max_length=5)
@@ -140,6 +152,12 @@ def test_generation_is_that_of_each_context_alone(folder):
     until = {"until": [words(want[0][1:3]), "never"], "max_gen_toks": 5}
     got = lm.generate_until(instances("generate_until", *requests, (words(contexts[0]), until)), disable_tqdm=True)
     assert [numbers(text) for text in got] == [*want, want[0][:1]]
+    until = {"until": [f" t{want[0][1]}", "\n"], "max_gen_toks": 5}  # which begins inside the text of no token
+    (cut,) = lm.generate_until(instances("generate_until", (words(contexts[0]), until)), disable_tqdm=True)
+    assert cut == words(want[0][:1])
+    until = {"until": [f"t{want[0][1]}"], "max_gen_toks": 5}
+    (cut,) = lm.generate_until(instances("generate_until", (words(contexts[0]), until)), disable_tqdm=True)
+    assert cut == words(want[0][:1]) + " "  # all that precedes it
     cold = {
         "do_sample": False,
         "temperature": 0.0,

@@ -49,6 +49,7 @@ MLP |= {
 }
 CHOICES = {"topk_weights": jnp.ones((3, 2)), "topk_indices": indices(3, 2)}
 ROUTER = {"topk": 2, "score": "sigmoid", "normalize": True, "scale": 1.0, "num_groups": 2, "topk_groups": 2}
+ROUTER |= {"scores_per_group": 2}
 LAYER = ROUTER | {"hidden_features": 5, "num_experts": 4, "shared_features": 3, "activation": "swiglu"}
 LAYER |= dict.fromkeys(
     (

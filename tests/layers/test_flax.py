@@ -41,6 +41,7 @@ OPTIONS = {
         "use_selection_bias": True,
         "shared_features": 12,
     },
+    "Megatron": {"score": "sigmoid", "num_groups": 2, "topk_groups": 1, "scores_per_group": 3},
     "Qwen2-MoE": {"shared_features": 24, "use_shared_gate": True},
     "Switch Transformer": {"topk": 1},
     "Llama-4": {"topk": 1, "score": "sigmoid", "normalize": False, "scale_input": True, "shared_features": 20},
@@ -76,7 +77,7 @@ def oracle(layer, x, router_x=None):
     options = layer.layer
     tokens = x.reshape(-1, x.shape[-1]).astype(np.float64)
     logits = (tokens if router_x is None else router_x.reshape(tokens.shape)) @ p["w_router"] + p.get("b_router", 0)
-    names = ("score", "normalize", "scale", "num_groups", "topk_groups")
+    names = ("score", "normalize", "scale", "num_groups", "topk_groups", "scores_per_group")
     routing = jgg.route(
         jnp.asarray(logits, jnp.float32),
         options.topk,
@@ -348,6 +349,10 @@ ERRORS = {
         "topk_groups must be between 1 and num_groups, 2, got 3",
     ),
     "num_groups": ({"num_groups": 3}, "num_groups must divide the number of experts, 8, got 3"),
+    "scores_per_group": (
+        {"num_groups": 4, "scores_per_group": 3},
+        "scores_per_group must be None or between 1 and the experts of a group, 2, got 3",
+    ),
     "scale": ({"scale": float("nan")}, "scale must be a finite number, got nan"),
     "hidden features": ({"hidden_features": 0}, "hidden_features must be a positive int, got 0"),
     "implementation": ({"implementation": "x"}, "implementation must be one of .* got 'x'"),

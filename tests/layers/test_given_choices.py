@@ -18,10 +18,9 @@ import jgg.nnx
 from jgg.layers import MoELayer
 from tests.support.closeness import assert_close
 from tests.support.marks import PLAIN_JAX, TRITON, on, thorough_but
-from tests.support.routers import FAMILIES, SIGMOID, V3, random_logits, reference_sort, sigmoid, softmax
+from tests.support.routers import FAMILIES, SIGMOID, STATIC, V3, random_logits, reference_sort, sigmoid, softmax
 
 QUICK = "qwen3", "deepseek-v2", "deepseek-v3", "llama4", "topk-softmax-groups", "no-token-groups"
-STATIC = ("topk", "score", "normalize", "scale", "num_groups", "topk_groups", "implementation")
 
 
 @functools.partial(jax.jit, static_argnames=STATIC)

@@ -100,6 +100,34 @@ def test_the_tokens_that_count_are_as_if_they_were_alone(options, implementation
         np.testing.assert_allclose(getattr(metrics, name), getattr(of_alone, name), rtol=1e-5)
 
 
+@on(PLAIN_JAX, None, TRITON)
+@pytest.mark.parametrize("options", thorough_but(("groups", "scaled input", "adapters"), LAYERS, pytest.mark.sweep))
+def test_what_masked_tokens_hold_reaches_nothing(options, implementation):
+    """Padding that nobody wrote may hold anything."""
+    layer = MoELayer(24, **(SIZES | options))
+    params, selection_bias = arguments_of(layer)
+    anything = np.resize(np.array([np.nan, np.inf, -np.inf, 3e38], np.float32), X.shape)
+    run = functools.partial(apply, layer, params, implementation=implementation)
+    got, want = (run(np.where(MASK[..., None], X, held), selection_bias, MASK) for held in (anything, 0))
+    (y, metrics), gradients = got
+    (y_of_zeros, metrics_of_zeros), gradients_of_zeros = want
+    assert_close((y[MASK], metrics, gradients), (y_of_zeros[MASK], metrics_of_zeros, gradients_of_zeros))
+
+
+def test_what_the_router_sees_of_masked_tokens_reaches_nothing():
+    layer = MoELayer(24, **SIZES, use_router_scale=True)
+    params, _ = arguments_of(layer)
+
+    @jax.jit
+    @functools.partial(jax.grad, argnums=(0, 1))
+    def gradients(params, router_x):
+        y, metrics = layer.apply(params, X, router_x=router_x, mask=MASK)
+        return jnp.sum(jnp.square(y)) + metrics.load_balancing_loss + metrics.router_z_loss
+
+    got, want = (gradients(params, np.where(MASK[..., None], 2 * X, held)) for held in (np.nan, 0))
+    assert_close(got, want)
+
+
 @on(None, TRITON)
 def test_in_fp8(implementation):
     layer = MoELayer(32, hidden_features=32, num_experts=4, topk=2)

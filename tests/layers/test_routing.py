@@ -99,6 +99,21 @@ def test_groups_are_scored_by_their_two_best_or_their_best():
     assert route(logits, 2, score="topk_softmax", **options).topk_indices.tolist() == [[0, 1]]
 
 
+def test_groups_are_scored_by_as_many_as_are_asked_for():
+    logits = jnp.array([[3, 0, -4, 2, 2, -4, 1, 1, 1]], jnp.float32)
+
+    def group_of(score, scores_per_group):
+        options = {"num_groups": 3, "topk_groups": 1, "scores_per_group": scores_per_group}
+        return route(logits, 1, score=score, **options).topk_indices[0, 0] // 3
+
+    for score, groups, default in (
+        ("softmax", [0, 0, 0], 0),
+        ("topk_softmax", [0, 1, 2], 0),
+        ("sigmoid", [0, 1, 2], 1),
+    ):
+        assert [group_of(score, number) for number in (1, 2, 3, None)] == [*groups, default]
+
+
 def test_group_bias_counts():
     selection_bias = jnp.array([0, 0, 1, 0], jnp.float32)
     options = {"score": "sigmoid", "selection_bias": selection_bias, "num_groups": 2}
@@ -207,6 +222,16 @@ ROUTE_ERRORS = {
         "topk_groups must be between 1 and num_groups, 2, got 3",
     ),
     "topk-groups-zero": ({"topk_groups": 0}, ValueError, "topk_groups must be between 1 and num_groups, 1, got 0"),
+    "scores-per-group": (
+        {"num_groups": 2, "scores_per_group": 3},
+        ValueError,
+        "scores_per_group must be None or between 1 and the experts of a group, 2, got 3",
+    ),
+    "scores-per-group-zero": (
+        {"scores_per_group": 0},
+        ValueError,
+        "scores_per_group must be None or between 1 and the experts of a group, 4, got 0",
+    ),
     "score": (
         {"score": "relu"},
         ValueError,

@@ -115,6 +115,15 @@ def test_scores_are_those_of_all_logits(head, monkeypatch):
     assert got.is_greedy[..., 1].all() and not got.is_greedy[..., 2].any()
 
 
+def test_of_equally_likely_tokens_the_first_is_greedy():
+    """As `generate` decodes: the others are no result of it."""
+    x, w = jnp.ones((1, 2, 4)), jnp.ones((4, 6)).at[:, 0].set(0.0)
+    targets = jnp.broadcast_to(jnp.arange(6), (1, 2, 6))
+    got = loss.scores_of(x, w, targets, HEAD, None)
+    assert got.is_greedy[0].tolist() == [[False, True, False, False, False, False]] * 2
+    np.testing.assert_allclose(got.log_probabilities[0, 0, 2:], got.log_probabilities[0, 0, 1])
+
+
 def test_the_scores_of_a_model_are_its_losses():
     model, tokens = loaded("qwen3_moe"), jnp.asarray(reference("qwen3_moe")["tokens"])
     targets = jnp.roll(tokens, -1, axis=1)

@@ -147,9 +147,21 @@ def test_every_adapter_is_left_out():
     assert all(np.any(leaf) for leaf in jax.tree.leaves(of_difference))
 
 
+def given(*choices):
+    """Choices of 2 layers with 4 experts, for 2 rows of 3 tokens: the router's but for those of one token."""
+    every = np.full((2, 2, 3, 2), -1, np.int64)
+    every[1, 0, 2] = choices
+    return every
+
+
 ERRORS = {
     "shape": ({"topk_indices": np.zeros((3, 2, 3, 2), int)}, ValueError, "= [2, 2, 3, 2], got [3, 2, 3, 2]"),
     "axes": ({"topk_indices": np.zeros((2, 3, 2), int)}, ValueError, "topk_indices must be [L, B, S, k] = [2, 2,"),
+    "none": ({"topk_indices": given(3, 4)}, ValueError, "from 0 to 3, or -1 for a choice of the router, got 4 at"),
+    "below": ({"topk_indices": given(-2, 0)}, ValueError, "got -2 at [1, 0, 2, 0]."),
+    "beyond int32": ({"topk_indices": given(0, 2**32 + 1)}, ValueError, "got 4294967297 at [1, 0, 2, 1]."),
+    "twice": ({"topk_indices": given(3, 3)}, ValueError, "at most once, got expert 3 at [1, 0, 2] twice."),
+    "twice, with a mask": ({"topk_indices": given(3, 3), "mask": np.eye(2, 3) < 1}, ValueError, "got expert 3"),
     "dtype": ({"topk_indices": np.zeros((2, 2, 3, 2))}, TypeError, "topk_indices must be an integer array, got float"),
     "adapters": ({"adapters": None}, TypeError, "adapters must be True or False, got None"),
 }  # fmt: skip
@@ -162,3 +174,10 @@ def test_errors(options, error, message):
     for compute in (model, *of_targets):
         with pytest.raises(error, match=re.escape(message)):
             compute(tokens, **options)
+
+
+def test_choices_of_tokens_that_do_not_count_are_not_read():
+    model, tokens, mask = loaded("glm4_moe"), np.zeros((2, 3), int), np.ones((2, 3), bool)
+    mask[0, 2] = False
+    got, want = (model(tokens, mask=mask, topk_indices=given(*own)) for own in ((3, 3), (-1, -1)))
+    np.testing.assert_array_equal(got, want)

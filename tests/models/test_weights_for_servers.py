@@ -1,6 +1,7 @@
 """Weights and adapters by the names that servers know: those of published checkpoints, with each expert's modules."""
 
 import json
+import warnings
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from safetensors.numpy import load_file
 import jgg.hf
 import jgg.models
 from jgg.models.parts import TARGETS
+from tests.support.marks import thorough_but
 from tests.support.models import DATA, loaded, logits_of, reference
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -29,6 +31,7 @@ def with_random_adapters(family, **options):
     return model
 
 
+@pytest.mark.filterwarnings("ignore:PEFT leaves out")
 @pytest.mark.parametrize("family", WITH_MODULES)
 def test_adapters_by_expert_are_terms_of_the_published_names(family, tmp_path):
     model = with_random_adapters(family)
@@ -53,6 +56,7 @@ def test_adapters_by_expert_are_terms_of_the_published_names(family, tmp_path):
     assert any(".experts.1." in name for name in changed)
 
 
+@pytest.mark.filterwarnings("ignore:PEFT leaves out")
 @pytest.mark.parametrize("family", WITH_MODULES)
 def test_adapters_by_expert_are_read_back(family, tmp_path):
     model = with_random_adapters(family)
@@ -63,6 +67,34 @@ def test_adapters_by_expert_are_read_back(family, tmp_path):
     wanted = logits_of(model, tokens)
     assert np.abs(wanted - reference(family)["logits"]).max() > 1e-2
     np.testing.assert_allclose(logits_of(again, tokens), wanted, rtol=0, atol=1e-4)
+
+
+OF_EXPERTS = {"lora_targets": ("w_q", "w_gate_up", "w_down")}
+LEFT_OUT = {  # as PEFT 0.21.2 was seen to do with transformers 5.24
+    "hy_v3": "experts",
+    "qwen2_moe": "experts",
+    "qwen3_5_moe_text": "experts",
+    "glm4_moe": "dense layers and shared experts",
+    "mellum": "dense layers and shared experts",
+    "qwen3_moe": None,
+}
+QUICK = "hy_v3", "glm4_moe", "qwen3_moe"
+
+
+@pytest.mark.parametrize("family", thorough_but(QUICK, list(LEFT_OUT), pytest.mark.sweep))
+def test_what_peft_leaves_out_is_said(family, tmp_path):
+    def warnings_of(**options):
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            jgg.models.save_adapter(with_random_adapters(family, **options), tmp_path, by_expert=True)
+        return [str(warning.message) for warning in told]
+
+    one = {"lora_rank": 2, "lora_alpha": 4.0}
+    message = f"PEFT leaves out the adapters of {LEFT_OUT[family]} from what by_expert=True writes for {family}; "
+    message += "for PEFT, save the adapter without by_expert."
+    assert warnings_of() == ([message] if LEFT_OUT[family] else [])
+    assert warnings_of(**one, **OF_EXPERTS) == ([message] if LEFT_OUT[family] == "experts" else [])
+    assert warnings_of(**one, lora_targets=("w_q", "w_o")) == []
 
 
 def test_families_whose_experts_have_no_modules_are_named(tmp_path):

@@ -9,7 +9,8 @@ import numpy as np
 import jgg
 
 # compiled, as models call them, and quicker here than one operation at a time
-route = jax.jit(jgg.route, static_argnames=("topk", "score", "normalize", "scale", "num_groups", "topk_groups"))
+STATIC = ("topk", "score", "normalize", "scale", "num_groups", "topk_groups", "scores_per_group", "implementation")
+route = jax.jit(jgg.route, static_argnames=STATIC)
 
 
 def softmax(x):
@@ -27,8 +28,11 @@ def best(scores, count, among=None):
     return sorted(among, key=lambda e: (-scores[e], e))[:count]
 
 
-def experts_of_groups(groups, group_size):
-    return [group * group_size + i for group in groups for i in range(group_size)]
+def best_groups(scores, num_groups, topk_groups, scores_per_group):
+    """The experts of the groups whose best scores have the highest sums."""
+    group_size = len(scores) // num_groups
+    sums = [sum(sorted(group)[-scores_per_group:]) for group in np.split(scores, num_groups)]
+    return [group * group_size + i for group in best(sums, topk_groups) for i in range(group_size)]
 
 
 # One token's router of each family of models, in float64: its experts and their weights. `biased` is what the experts
@@ -53,23 +57,17 @@ def olmoe(logits, topk):
     return experts, scores[experts]
 
 
-def deepseek_v2(logits, topk, *, scale, num_groups, topk_groups):
+def deepseek_v2(logits, topk, *, scale, num_groups, topk_groups, scores_per_group=1):
     scores = softmax(logits)
-    group_size = len(scores) // num_groups
-    group_scores = [max(scores[experts_of_groups([group], group_size)]) for group in range(num_groups)]
-    eligible = experts_of_groups(best(group_scores, topk_groups), group_size)
-    experts = best(scores, topk, eligible)
+    experts = best(scores, topk, best_groups(scores, num_groups, topk_groups, scores_per_group))
     return experts, scores[experts] * scale
 
 
-def deepseek_v3(logits, topk, *, scale, selection_bias, num_groups=1, topk_groups=1):
+def deepseek_v3(logits, topk, *, scale, selection_bias, num_groups=1, topk_groups=1, scores_per_group=2):
     """Also Kimi-K2 and GLM-4.5, which have one group."""
     scores = sigmoid(logits)
     biased = scores + selection_bias
-    group_size = len(scores) // num_groups
-    group_scores = [sum(sorted(biased[experts_of_groups([group], group_size)])[-2:]) for group in range(num_groups)]
-    eligible = experts_of_groups(best(group_scores, topk_groups), group_size)
-    experts = best(biased, topk, eligible)
+    experts = best(biased, topk, best_groups(biased, num_groups, topk_groups, scores_per_group))
     return experts, scores[experts] / (sum(scores[experts]) + 1e-20) * scale
 
 
@@ -84,11 +82,9 @@ def biased_softmax(logits, topk, *, selection_bias):
     return experts, scores[experts] / sum(scores[experts])
 
 
-def biased_topk_softmax(logits, topk, *, selection_bias, num_groups, topk_groups):
+def biased_topk_softmax(logits, topk, *, selection_bias, num_groups, topk_groups, scores_per_group=1):
     biased = logits + selection_bias
-    group_size = len(logits) // num_groups
-    group_scores = [max(biased[experts_of_groups([group], group_size)]) for group in range(num_groups)]
-    experts = best(biased, topk, experts_of_groups(best(group_scores, topk_groups), group_size))
+    experts = best(biased, topk, best_groups(biased, num_groups, topk_groups, scores_per_group))
     return experts, softmax(logits[experts])
 
 
@@ -122,6 +118,25 @@ FAMILIES = {
     "topk-softmax-groups": (
         biased_topk_softmax,
         {"selection_bias": bias(16, 1.0), "num_groups": 4, "topk_groups": 2},
+        200,
+        16,
+        4,
+        {"score": "topk_softmax"},
+    ),
+    # Megatron Core and Transformer Engine rank a group by k // topk_groups scores
+    "megatron": (deepseek_v3, V3 | {"scores_per_group": 3}, 200, 16, 6, SIGMOID),
+    "megatron-one-score": (deepseek_v3, V3 | {"scores_per_group": 1}, 200, 16, 2, SIGMOID),
+    "megatron-softmax": (
+        deepseek_v2,
+        {"scale": 1.5, "num_groups": 4, "topk_groups": 2, "scores_per_group": 4},
+        200,
+        32,
+        8,
+        {"normalize": False},
+    ),
+    "megatron-logits": (
+        biased_topk_softmax,
+        {"selection_bias": bias(16, 1.0), "num_groups": 4, "topk_groups": 2, "scores_per_group": 2},
         200,
         16,
         4,

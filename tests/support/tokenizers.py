@@ -1,6 +1,6 @@
 """Small tokenizers of the kinds that folders have, which write tokenizer.json."""
 
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 WORDS = ["one", "two", "three"]
@@ -17,8 +17,9 @@ def _bpe(alphabet, merges, **options):
     return Tokenizer(models.BPE({piece: number for number, piece in enumerate(pieces)}, merges, **options))
 
 
-def _finished(tokenizer, post_processor=None):
-    tokenizer.add_special_tokens(SPECIAL)
+def _finished(tokenizer, post_processor=None, special=(), plain=()):
+    tokenizer.add_special_tokens([*SPECIAL, *special])
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in plain])
     if post_processor is not None:
         tokenizer.post_processor = post_processor
     return tokenizer
@@ -36,9 +37,9 @@ def _byte_level(**options):
     return tokenizer
 
 
-def byte_level():
-    """GPT-2's kind, which Qwen and gpt-oss have."""
-    return _finished(_byte_level(), processors.ByteLevel(trim_offsets=True))
+def byte_level(special=(), plain=()):
+    """GPT-2's kind, which Qwen and gpt-oss have; with further tokens, special ones and others."""
+    return _finished(_byte_level(), processors.ByteLevel(trim_offsets=True), special, plain)
 
 
 def byte_level_with_bos():

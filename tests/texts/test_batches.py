@@ -12,7 +12,7 @@ import pytest
 
 import jgg.data
 from tests.support import processes, tokenizers
-from tests.support.texts import folder_of, jsonl
+from tests.support.texts import LOOP, folder_of, jsonl
 
 WORDS = "one", "two", "three"  # a token each, and one for the space before
 
@@ -213,6 +213,36 @@ def test_a_long_text_is_divided_and_each_of_its_tokens_learned_once(tokenizer, t
     wanted += [tuple(pair.tokens[48:].tolist())]
     assert sorted(tokens for tokens, _ in own) == sorted(wanted)
     assert found.num_learned == 50 + 2 == sum(sum(weights) for _, weights in own)
+
+
+@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("make", [tokenizers.byte_level, tokenizers.llama], ids=lambda make: make.__name__)
+def test_the_bytes_of_a_text_are_the_same_however_it_is_divided(make, packing, tmp_path):
+    """A division inside a character, too."""
+    tokenizer = jgg.data.load_tokenizer(folder_of(tmp_path, make))
+    rows = (
+        {"text": "\u4e2d\u6587 one \U0001f600" * 20},
+        {"prompt": "one \u4e2d", "completion": "\u6587" * 9, "weight": 0.5},
+    )
+    path, counts = jsonl(tmp_path, *rows), []
+    for length in (400, 16, 7):
+        options = {"length": length, "batch_size": 2, "seed": None, "normalize": False, "packing": packing}
+        found = jgg.data.batches(path, tokenizer, splits=True, **options)
+        counts.append(sum(found.num_bytes(number).sum() for number in range(len(found))))
+        assert found.num_bytes(0).shape == (1, 2)
+    begins = make is tokenizers.llama  # with "<s>"; else the first token, a byte, is no target
+    assert counts == [len(rows[0]["text"].encode()) - (not begins) + 0.5 * 27] * 3
+
+
+def test_the_bytes_of_a_conversation_are_what_the_assistant_says(tmp_path):
+    answer = "{{ m.content }}<|im_end|>"
+    marked = LOOP.replace(answer, "{% generation %}" + answer + "{% endgeneration %}")
+    conversation = [{"role": "user", "content": "one"}, {"role": "assistant", "content": "two \u4e2d"}]
+    path, options = jsonl(tmp_path, {"messages": conversation}), {"length": 64, "batch_size": 1, "seed": None}
+    for template, messages in ((LOOP, ["two \u4e2d\n"]), (marked, ["one", "two \u4e2d"])):
+        tokenizer = jgg.data.load_tokenizer(folder_of(tmp_path, template=template))
+        found = jgg.data.batches(path, tokenizer, **options)
+        assert found.num_bytes(0).tolist() == [[sum(len(text.encode()) for text in messages)]]
 
 
 def test_packing_leaves_little_and_no_example_out():

@@ -5,6 +5,7 @@ import json
 import pytest
 
 import jgg.data
+from jgg.data.tokenizers import bytes_of_tokens
 from tests.support import tokenizers
 from tests.support.texts import LOOP, WHOLE, examples, folder_of
 
@@ -78,6 +79,41 @@ def test_a_text_and_its_continuation_are_decoded_as_one(make, tmp_path):
     rendered, _ = jgg.data.encode(tokenizer, "<s>one")
     assert rendered == jgg.data.encode(tokenizer, "<s>one", is_rendered=True)[0]
     assert tokenizer.convert_ids_to_tokens(rendered).count("<s>") == 1
+
+
+TEXTS = [
+    "",
+    " ",
+    "one two",
+    " one",
+    "one  two ",
+    "\u4e2d\u6587 one",
+    "one\U0001f600\u00e9two",
+    "e\u0301\n\none: \ufffd",
+]
+
+
+@pytest.mark.parametrize("make", PIECES, ids=lambda make: make.__name__)
+def test_the_bytes_of_tokens_are_those_of_the_text(make, tmp_path):
+    """Whatever its tokens are: bytes of a character, a space before it, or unknown."""
+    tokenizer = jgg.data.load_tokenizer(folder_of(tmp_path, make))
+    for text in TEXTS:
+        ids, ends = jgg.data.encode(tokenizer, text)
+        found = bytes_of_tokens(tokenizer, text, [*ids, 2], ends)
+        assert len(found) == len(ids) + 1 and found[-1] == 0 and min(found) >= 0
+        assert sum(found) == (len(text.encode()) if ids else 0)
+        special, ends = jgg.data.encode(tokenizer, f"{text}</s>one")
+        assert sum(bytes_of_tokens(tokenizer, f"{text}</s>one", special, ends)) == len(text.encode()) + 3
+
+
+def test_tokens_share_the_bytes_of_a_character(tmp_path):
+    tokenizer = jgg.data.load_tokenizer(folder_of(tmp_path, tokenizers.llama))
+    text = "one\u4e2d one\u00e9"
+    ids, ends = jgg.data.encode(tokenizer, text)
+    wanted = [("<s>", 0), ("\u2581one", 3), *[(f"<0x{byte:02X}>", 1) for byte in "\u4e2d".encode()]]
+    wanted += [("\u2581one", 4), *[(f"<0x{byte:02X}>", 1) for byte in "\u00e9".encode()]]
+    found = bytes_of_tokens(tokenizer, text, ids, ends).tolist()
+    assert list(zip(tokenizer.convert_ids_to_tokens(ids), found, strict=True)) == wanted
 
 
 PADDING = {

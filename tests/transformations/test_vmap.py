@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import jgg
+import jgg.layers
 from tests.support import moe_oracle, oracle
 from tests.support.cases import EVERYTHING, Case
 from tests.support.closeness import assert_close
@@ -104,6 +105,31 @@ def test_fewer_rows_in_groups_than_there_are(sizes, implementation):
     arguments = [batch[name] for name in ORDER]
     got = jax.jit(jax.vmap(passes_of(case, implementation)))(*arguments)
     assert_elements_right(got, case, arguments, [0] * len(ORDER), len(sizes))
+
+
+LAYER = jgg.layers.MoELayer(8, 8, 4, 2, shared_features=4, use_shared_gate=True)
+PARAMS = {name: jnp.ones(shape) for name, shape in LAYER.shapes.items()}
+WITHOUT_TOKENS = {
+    "router_logits": lambda x: jgg.router_logits(x, PARAMS["w_router"]),
+    "bfloat16 logits": lambda x: jgg.router_logits(x.astype("bfloat16"), PARAMS["w_router"]),
+    "router": lambda x: jgg.route(x, 2, score="sigmoid", num_groups=2, topk_groups=1).topk_weights,
+    "few tokens' router": lambda x: jgg.route(x, 2).topk_weights,
+    "product": lambda x: jgg.grouped_gemm(x, PARAMS["w_down"], jnp.zeros(4, jnp.int32), w_layout="ekn"),
+    "layer": lambda x: LAYER.apply(PARAMS, x)[0],
+    "layer in FP8": lambda x: LAYER.apply(PARAMS, x, quantization=jgg.Fp8())[0],
+    "losses": lambda x: jgg.router_z_loss(x) + jgg.load_balancing_loss(x, jnp.zeros((len(x), 2), jnp.int32)),
+}
+
+
+@pytest.mark.parametrize("function", WITHOUT_TOKENS.values(), ids=WITHOUT_TOKENS)
+@pytest.mark.parametrize("shape", [(2, 0), (0, 3), (0, 0), (2, 3, 0)], ids=str)
+def test_without_tokens(shape, function):
+    mapped, gradient = function, jax.grad(lambda x: jnp.sum(function(x)))
+    for _ in shape[1:]:
+        mapped, gradient = jax.vmap(mapped), jax.vmap(gradient)
+    got, of_ones = (jax.eval_shape(mapped, jnp.ones((*sizes, 8))).shape for sizes in (shape, [1] * len(shape)))
+    assert got == (*shape, *of_ones[len(shape) :])[: len(of_ones)]
+    assert jax.eval_shape(gradient, jnp.ones((*shape, 8))).shape == (*shape, 8)
 
 
 @on(INTERPRET, PLAIN_JAX, None)

@@ -86,6 +86,9 @@ def _tell(args: argparse.Namespace, measured: dict[str, Measured], results: Any)
         if measured:
             rows = [(file, f"{own.tokens:,}", *map(number, own[:3])) for file, own in measured.items()]
             print_table(_HEADINGS, rows, texts=("data",))
+            for file, own in measured.items():
+                if own.skipped_rows:
+                    print(f"{file}: rows skipped by --skip-unmarked: {own.skipped_rows}")
         if results is not None:
             print(results.table)
     return output.report(quiet=args.json)

@@ -23,37 +23,40 @@ class Measured(NamedTuple):
     Attributes:
       loss: the negative natural logarithm of a token's probability, the mean over tokens by their rows' weights.
       perplexity: exp of it.
-      bits_per_byte: the negative base-2 logarithm of the text's probability for each of its bytes in UTF-8, by which
-        models with different tokenizers compare; None for no bytes.
+      bits_per_byte: the negative base-2 logarithm of the text's probability for each of its bytes in UTF-8, without
+        special tokens, by which models with different tokenizers compare; None for no bytes.
       tokens: the tokens that were predicted.
+      skipped_rows: the rows that --skip-unmarked skipped.
     """
 
     loss: float
     perplexity: float
     bits_per_byte: float | None
     tokens: int
+    skipped_rows: int
 
 
 class Texts:
     """What a file teaches, tokenized; raises ValueError, OSError or ImportError where that cannot be."""
 
     def __init__(self, file: Path, args: argparse.Namespace, config: ModelConfig, sharding: MoESharding | None) -> None:
-        self.file, self._tokenizer = file, jgg.data.load_tokenizer(args.model)
+        self.file, tokenizer = file, jgg.data.load_tokenizer(args.model)
         self._split = None if sharding is None else sharding.named(sharding.token_spec)
         length, devices = args.sequence_length or _LENGTH, jax.device_count()
         self._size = args.batch_size or -(-max(1, _TOKENS // length) // devices) * devices
         ends = jgg.data.stop_tokens(args.model)  # not the adapter's, so that the same is measured with and without it
         self._batches = jgg.data.batches(
             file,
-            self._tokenizer,
+            tokenizer,
             length=length,
             batch_size=self._size,
             splits=True,
             seed=None if args.limit is None else args.seed,
+            skip_unmarked=args.skip_unmarked,
             normalize=False,
             end_token=ends[0] if ends else None,
         )
-        jgg.data.check_vocabulary(self._tokenizer, [self._batches.largest_token], config, f"--data {file}")
+        jgg.data.check_vocabulary(tokenizer, [self._batches.largest_token], config, f"--data {file}")
         self._sequences = min(self._batches.num_sequences, args.limit or self._batches.num_sequences)
 
     def measured(self, model: Decoder) -> Measured:
@@ -62,34 +65,18 @@ class Texts:
         loss = held_out_loss(model, self._counted_parts(counts), batch_sharding=self._split)
         tokens, weight, num_bytes = map(sum, zip(*counts, strict=True))
         bits = loss * weight / math.log(2) / num_bytes if num_bytes else None
-        return Measured(loss, perplexity_of(loss), bits, int(tokens))
+        return Measured(loss, perplexity_of(loss), bits, int(tokens), self._batches.num_skipped)
 
     def _counted_parts(self, counts: list[tuple[int, float, float]]) -> Iterator[dict[str, np.ndarray]]:
-        """The batches [1, batch_size, length]; appends what `_counts` says of each.
+        """The batches [1, batch_size, length]; appends the tokens, weights and bytes that each has to `counts`.
 
         Sequences behind the last one that is asked for have no weight.
         """
         for first in range(0, self._sequences, self._size):
-            batch = self._batches[first // self._size]
-            batch["weights"][:, self._sequences - first :] = 0
-            counts.append(self._counts(batch))
+            number, left = first // self._size, self._sequences - first
+            batch, num_bytes = self._batches[number], self._batches.num_bytes(number)
+            weights = batch["weights"]
+            weights[:, left:] = 0
+            total = float(np.sum(weights, dtype=np.float64))
+            counts.append((int(np.count_nonzero(weights)), total, float(np.sum(num_bytes[:, :left]))))
             yield batch
-
-    def _counts(self, batch: dict[str, np.ndarray]) -> tuple[int, float, float]:
-        """The tokens that a batch asks for, the sum of their weights, and that of their bytes times their weights."""
-        weights = batch["weights"]
-        num_bytes = sum(
-            weight * len(jgg.data.continuation(self._tokenizer, [before], targets).encode(errors="replace"))
-            for before, targets, weight in _runs({name: array.reshape(-1) for name, array in batch.items()})
-        )
-        return int(np.count_nonzero(weights)), float(np.sum(weights, dtype=np.float64)), num_bytes
-
-
-def _runs(batch: dict[str, np.ndarray]) -> Iterator[tuple[int, list[int], float]]:
-    """Runs of targets side by side that count, of one example each: the token before one, its targets, their weight."""
-    weights = batch["weights"]
-    is_new = (np.diff(batch["segments"], prepend=0) != 0) | (np.diff(weights, prepend=0.0) != 0)
-    starts = np.flatnonzero(is_new)
-    for start, end in zip(starts, [*starts[1:], len(weights)], strict=True):
-        if weights[start] > 0:
-            yield int(batch["tokens"][start]), batch["targets"][start:end].tolist(), float(weights[start])

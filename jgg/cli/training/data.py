@@ -38,13 +38,24 @@ class Data(NamedTuple):
             raise UsageError(f"--epochs must be of less than {2**31} steps, got {args.epochs}")
         return steps
 
+    @property
+    def skipped(self) -> dict[str, int | None]:
+        """How many rows of each option --skip-unmarked skipped, by the names of the log; None for none."""
+        held_out = self.held_out.num_skipped if self.held_out else 0
+        return {"skipped_rows": self.batches.num_skipped or None, "eval_skipped_rows": held_out or None}
+
     def in_words(self) -> str:
         """What is learned."""
         own = self.batches
+        skipped = "".join(
+            f", {counted(number, 'row')} of {option} skipped that the chat template cannot mark"
+            for option, number in zip(("--data", "--eval-data"), self.skipped.values(), strict=True)
+            if number
+        )
         cut = f", {own.num_cut} cut to --sequence-length" if own.num_cut else ""
         left_out = f", {counted(own.num_left_out, 'row')} left out without tokens to learn" if own.num_left_out else ""
         examples, sequences = counted(own.num_examples, "example"), counted(own.num_sequences, "sequence")
-        return f"{examples}{cut}{left_out}: {sequences}, {own.fill:.0%} full"
+        return f"{examples}{cut}{left_out}{skipped}: {sequences}, {own.fill:.0%} full"
 
 
 def data_of(args, folder: Path, model: Path, config: ModelConfig) -> Data:
@@ -72,6 +83,7 @@ def data_of(args, folder: Path, model: Path, config: ModelConfig) -> Data:
     sizes = {"length": args.sequence_length, "batch_size": args.batch_size, "packing": args.packing}
     date = first_day(args)
     sizes |= {"splits": args.split, "end_token": ends[0] if ends else None, "date": date}
+    sizes |= {"skip_unmarked": args.skip_unmarked}
 
     def read(option: str, files: Any, **options: Any) -> jgg.data.Batches:
         found = jgg.data.batches(files, tokenizer, **sizes, **options)

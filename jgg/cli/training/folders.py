@@ -15,7 +15,7 @@ from jgg.core.files import is_new_or_empty
 from jgg.train import runs
 
 # what a run that goes on from a checkpoint may change; its steps and the content of its data are noted
-FREE = frozenset(("data", "eval_data", "eval_every", "log_every", "log_to"))
+FREE = frozenset(("data", "eval_data", "skip_unmarked", "eval_every", "log_every", "log_to"))
 FREE |= frozenset(("steps", "epochs", "output", "checkpoints", "save_every", "remat"))
 FREE |= frozenset(("fsdp", "fsdp_splits", "expert", "exchange"))
 _NOTED = "run.toml"  # beside the checkpoints

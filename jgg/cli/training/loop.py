@@ -167,6 +167,7 @@ def _measured(run: Run, record: jgg.train.Record, trainer: jgg.train.Trainer) ->
         "tokens_per_second": speed.tokens_per_second,
         "mfu": speed.mfu,
         "peak_memory_bytes": speed.peak_memory,
+        **data.skipped,
     }
     if data.held_out and (record.step % args.eval_every == 0 or record.step == run.steps):
         place = None if run.sharding is None else run.sharding.named(run.sharding.token_spec)

@@ -54,4 +54,5 @@ HY_V3 = Family(
     fused=ROUTER | FUSED | {SELECTION_BIAS: as_is("e_score_correction_bias")} | shared("shared_experts"),
     # of the published checkpoint: the layer that predicts further tokens
     ignored=(r"rotary_emb\.inv_freq", r"model\.layers\.80\."),
+    has_modules_in_peft=False,
 )

@@ -94,4 +94,5 @@ QWEN2_MOE = Family(
     | {"shared_expert_intermediate_size": 5632},
     model=_qwen2_moe,
     fused=FUSED,
+    has_modules_in_peft=False,
 )

@@ -118,6 +118,7 @@ QWEN3_5_MOE_TEXT = dataclasses.replace(
     | {"mtp_num_hidden_layers": 0, "mtp_use_dedicated_embeddings": False},
     model=_qwen3_5,
     layer=_delta(qkv="in_proj_qkv", z="in_proj_z", b="in_proj_b", a="in_proj_a"),
+    has_modules_in_peft=False,
 )
 QWEN3_5_MOE = in_multimodal(
     QWEN3_5_MOE_TEXT, "qwen3_5_moe_text", towers=("model.visual.",), outer={"tie_word_embeddings": False}
