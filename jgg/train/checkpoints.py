@@ -105,7 +105,7 @@ def restored(manager: Any, step: int, arrays: Arrays) -> dict[str, jax.Array]:
     """
     folder = manager.directory / str(step)
     try:
-        check((folder / "about").exists(), "it has no digests: a version before 0.4, or another program, wrote it")
+        check((folder / "about").exists(), "it has no digests: jgg 0.3 or another program wrote it")
         about = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
         saved, frozen = about["saved"], about["frozen"]
         types = {name: str(own) for name, (own, _) in (saved | frozen).items()}

@@ -38,19 +38,23 @@ class Record(NamedTuple):
 
 
 class Trainer:
-    """Trains a model by one compiled step.
+    """Trains a model with one compiled step.
 
         trainer = Trainer(model, optax.adamw(1e-4), loss)
         for record in trainer.fit(batch_of, steps=1000):
             print(record.step, record.metrics.mean())
 
-    The model is the state: each step starts from what its variables have and sets those that it changes. So what you
-    set on it between two steps counts, such as a selection bias, merged adapters or a call of `model.eval()`, and is
-    saved. Variables that the loss changes, such as the counts of `nnx.Dropout` and the means of `nnx.BatchNorm`, change
-    as in a call of the model. If the shapes of variables or the model's options change, the step is compiled again.
+    The model holds the state. Each step reads its variables and sets those that it changes, so the next step starts
+    from what you set between two steps, and the next checkpoint has it: merged adapters, `jgg.optim.qk_clip`, a
+    selection bias, `model.eval()`. The step is compiled again if shapes or options of the model change. What the
+    optimizer's own state holds stays.
 
-    A step takes the memory of trained arrays for its results. An array that something else than the model refers to,
-    such as an `nnx.clone` of it, stays: the step takes a copy, which needs memory of its own.
+    Variables that the loss changes, such as the counts of `nnx.Dropout` and the means of `nnx.BatchNorm`, are part of
+    the state.
+
+    A step reuses the memory of trained arrays. It copies an array first if anything else refers to it, such as an
+    `nnx.clone` of the model, which then keeps its values. The copy is made once per reference and needs memory, so
+    delete references that you no longer use.
 
     Args:
       model: the module.
@@ -65,7 +69,9 @@ class Trainer:
         in all processes, and each device gets its part. By default batches are taken as they are.
 
     Attributes:
-      model: the module, with what it has learned so far.
+      model: the module that was given, with what it has learned so far. Another one takes its place if you set it.
+
+    Raises: ValueError: the model has no variable of type `wrt`.
     """
 
     def __init__(
@@ -131,16 +137,22 @@ class Trainer:
         Args:
           batch_of: batch_of(step) -> the batch of a step, from 1, of the same shapes for all, asked for once a step.
             It depends on the step alone, such as `dataset.__getitem__` of a `grain.MapDataset`, or also on what was
-            learned before it. How long the first one takes counts in no speed, nor does the step's compilation.
+            learned before it. How long the first one takes counts in no speed, nor does compiling a step or saving.
           steps: number of the last step; those before the last checkpoint are not made again.
           every: it yields after the steps whose number one of these divides, and after the last.
           first: whether it yields after the first step too.
-          checkpoints: a folder: training goes on from the last checkpoint there, and saves others.
+          checkpoints: a folder that no other run uses. Training resumes from the last checkpoint there, and saves
+            others, with all variables of the model and the state of the optimizer. Frozen `nnx.Param` and
+            `jgg.nnx.Frozen` variables are only compared by a digest, unless they were set after the Trainer was made.
+            A Trainer that made the last checkpoint itself continues from its model as it is.
           save_every: steps between two checkpoints; the last step is saved too.
 
         Raises:
           TrainingError: a loss or a trained variable is not finite, which is looked for before each record and each
-            checkpoint; or a checkpoint is damaged or of another model.
+            checkpoint; a checkpoint is damaged, is of another model or cannot be written; or another run uses the
+            folder.
+          ValueError: shapes or dtypes of trained variables are no longer those of the optimizer's state, or the loss
+            adds a variable to the model or changes the shape or dtype of one.
           Preempted: SIGTERM stopped the run before its last step; the same call goes on from there.
         """
         steps, save_every = as_int("steps", steps, 0), as_int("save_every", save_every, 1)

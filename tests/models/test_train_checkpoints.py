@@ -44,6 +44,8 @@ def row(step):
 
 
 @pytest.mark.thorough
+# Orbax ends its event loop at the first read that fails, and TensorStore then reports the others
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_no_bit_that_is_flipped_in_a_file_restores_other_values(tmp_path):
     own = wide()
     list(own.fit(row, 2, checkpoints=tmp_path))
@@ -76,15 +78,11 @@ DTYPES = ("float32", "bfloat16", "float16", "float8_e4m3fn", "int8", "int4", "ui
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_digests_tell_numbers_and_their_places_apart(dtype):
-    array = jnp.arange(24).reshape(2, 3, 4).astype(jnp.float32).astype(dtype)
-    others = {
-        "last": array.at[1, 2, 3].set(1 if dtype == "bool" else 7).at[0, 0, 0].set(1),
-        "order": array[:, ::-1],
-        "zeros": jnp.zeros_like(array),
-    }
-    found = digests_of({"array": array, "same": array + 0 if dtype != "bool" else ~~array} | others)
-    assert found["array"] == found["same"]
-    assert len(set(found.values())) == (len(others) if dtype == "bool" else 1 + len(others))
+    numbers = np.arange(24).reshape(2, 3, 4) % 8
+    one_less = np.where(np.arange(24).reshape(2, 3, 4) == 23, 0, numbers)
+    arrays = {"own": numbers, "same": numbers, "one": one_less, "order": numbers[..., ::-1], "zeros": 0 * numbers}
+    found = digests_of({name: jnp.asarray(own, jnp.float32).astype(dtype) for name, own in arrays.items()})
+    assert found["own"] == found["same"] and len(set(found.values())) == len(arrays) - 1
 
 
 def test_a_checkpoint_of_another_dtype_or_shape_is_named(tmp_path):

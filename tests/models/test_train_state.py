@@ -106,6 +106,8 @@ def test_a_step_starts_from_what_is_set():
         if record.step == 2:
             own.model.linear.kernel.set_value(np.full((8, 8), 3, np.float32))
             own.model.dropout.rngs.count.set_value(np.uint32(7))
+        if record.step == 3:
+            own.model = nnx.clone(own.model)
         own.model.eval()
         if record.step < 4:
             own.model.train()
