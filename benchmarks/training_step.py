@@ -25,7 +25,7 @@ from jgg.experts.mesh import FSDP_SPLITS
 from jgg.models.parts import REMAT
 from jgg.models.placement import place
 from jgg.sharding import MoESharding
-from jgg.train.loop import step_of
+from jgg.train.steps import step_of
 
 AXES = "data", "fsdp", "expert", "tensor"
 

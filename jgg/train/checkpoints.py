@@ -1,51 +1,158 @@
-"""Saves the state of training by Orbax, in the background, and restores the last one."""
+"""Saves the state of training by Orbax, in the background, and restores the last one if it is whole."""
 
 import contextlib
 import os
+import weakref
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import orbax.checkpoint as ocp
 
 from jgg.core.arguments import as_path, check
+from jgg.train.digests import digests_of
+from jgg.train.locks import folder_lock
+from jgg.train.state import is_key
+
+Arrays = Mapping[str, Any]  # by their names
 
 
 class TrainingError(RuntimeError):
     """Training cannot go on, for the reason that the message names."""
 
 
-def opened(folder: str | os.PathLike[str] | None) -> contextlib.AbstractContextManager[Any]:
+class FrozenWeights:
+    """The weights that a model came with and that are not trained: checkpoints have their digests instead of them.
+
+    Those that are set later are saved as all else is.
+    """
+
+    def __init__(self, arrays: Arrays) -> None:
+        self._arrays = {name: weakref.ref(array) for name, array in arrays.items()}
+        self._digests: dict[str, int] = {}
+
+    def digests_in(self, arrays: Arrays) -> dict[str, int]:
+        """The digests of those that are the same arrays still."""
+        same = [name for name, own in self._arrays.items() if name in arrays and own() is arrays[name]]
+        self._digests |= digests_of({name: arrays[name] for name in same if name not in self._digests})
+        return {name: self._digests[name] for name in same}
+
+
+@contextlib.contextmanager
+def opened(folder: str | os.PathLike[str] | None) -> Iterator[Any]:
     """Orbax's manager of a folder, which keeps the last two checkpoints; None without a folder.
 
-    On leaving it waits until everything is written.
+    No other run can use the folder meanwhile. On leaving it waits until everything is written.
 
-    Raises: ValueError: the path is no folder.
+    Raises:
+      ValueError: the path is no folder.
+      TrainingError: another run uses the folder, or a checkpoint cannot be written.
     """
     if folder is None:
-        return contextlib.nullcontext()
+        yield None
+        return
     path = as_path("checkpoints", folder).absolute()
     check(path.is_dir() or not path.exists(), f"checkpoints must be a folder, got {path}, which is none.")
-    return ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(max_to_keep=2))
+    with _writing(path):
+        path.mkdir(parents=True, exist_ok=True)
+    with folder_lock(path) as other:
+        if other is not None:
+            raise TrainingError(f"checkpoints must be a folder that no other run uses, got {path}: {other} uses it")
+        with _writing(path):
+            manager = ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(max_to_keep=2))
+        try:
+            yield manager
+        finally:
+            with _writing(path):
+                manager.close()
 
 
-def restored(manager: Any, state: Any) -> tuple[int, Any]:
-    """The step of the last checkpoint and its state, split over devices as `state` is; 0 and `state` if there is none.
+def save(manager: Any, step: int, arrays: Arrays, weights: FrozenWeights) -> None:
+    """Begins to write a checkpoint of arrays, of frozen weights their digests alone.
+
+    Raises: TrainingError: it, or the one before it, cannot be written.
+    """
+    frozen = weights.digests_in(arrays)
+    saved = {name: _plain(array) for name, array in arrays.items() if name not in frozen}
+    digests = {"saved": digests_of(saved), "frozen": frozen}
+    about = {kind: {name: [_type_of(arrays[name]), own[name]] for name in own} for kind, own in digests.items()}
+    # Orbax refers to what it gets until that is written, and a step takes arrays that nothing else refers to
+    state = {name: _alias(array) for name, array in saved.items() if array.size}
+    items = ocp.args.Composite(about=ocp.args.JsonSave(about), state=ocp.args.StandardSave(state))
+    with _writing(manager.directory):
+        manager.save(step, args=items)
+
+
+@contextlib.contextmanager
+def _writing(folder: os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of any type: TensorStore raises ValueError where a disk is full
+        text = " ".join(str(error).split())
+        raise TrainingError(f"could not write checkpoints into {folder}: {text[:300]}") from error
+
+
+def restored(manager: Any, step: int, arrays: Arrays) -> dict[str, jax.Array]:
+    """The arrays that a checkpoint has, by their names, split over devices as these are.
+
+    Args:
+      manager: of a folder with a checkpoint of this step.
+      arrays: all of the model and of the optimizer; these may be described alone, by `jax.ShapeDtypeStruct`.
 
     Raises: TrainingError: the checkpoint is damaged or of another model; the message says how to go on from the one
       before it, if there is one.
     """
-    if manager is None or (step := manager.latest_step()) is None:
-        return 0, state
-    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding), state)
+    folder = manager.directory / str(step)
     try:
-        return step, manager.restore(step, args=ocp.args.StandardRestore(abstract))
-    except Exception as error:  # of any type, for files that are damaged or of another model
-        folder, text = manager.directory / str(step), " ".join(str(error).split())[:200]
+        check((folder / "about").exists(), "it has no digests: jgg 0.3 or another program wrote it")
+        about = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
+        saved, frozen = about["saved"], about["frozen"]
+        types = {name: str(own) for name, (own, _) in (saved | frozen).items()}
+        _check_same(types, {name: _type_of(array) for name, array in arrays.items()})
+        found = _read(manager, step, {name: arrays[name] for name in saved})
+        for name, digest in digests_of({name: _plain(array) for name, array in found.items()}).items():
+            check(digest == saved[name][1], f"{name} has other values than were saved")
+        for name, digest in digests_of({name: arrays[name] for name in frozen}).items():
+            check(digest == frozen[name][1], f"{name}, which is not trained, has other values than in that run")
+        return found
+    except Exception as error:  # of any type, for files that are damaged
+        text = " ".join(str(error).split())[:200]
         earlier = max((each for each in manager.all_steps() if each < step), default=None)
         advice = f"; if it is damaged, delete or move it and run again to go on from step {earlier}" if earlier else ""
         raise TrainingError(f"checkpoints must have steps of this model, got {folder}: {text}{advice}") from error
 
 
-def save(manager: Any, step: int, state: Any) -> None:
-    """Begins to write a checkpoint."""
-    manager.save(step, args=ocp.args.StandardSave(state))
+def _check_same(there: Mapping[str, str], here: Mapping[str, str]) -> None:
+    """Raises ValueError unless arrays of a checkpoint have the names, shapes and dtypes of others."""
+    for name in [*here, *there]:
+        got, wanted = (types.get(name, "missing") for types in (there, here))
+        check(got == wanted, f"{name} is {got}, and {wanted} here")
+
+
+def _read(manager: Any, step: int, arrays: Arrays) -> dict[str, jax.Array]:
+    plain = {name: _plain(array) for name, array in arrays.items()}
+    described = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in plain.items()}
+    asked = {name: own for name, own in described.items() if own.size}
+    found = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(asked))).state if asked else {}
+    found |= {name: jnp.zeros(a.shape, a.dtype, device=a.sharding) for name, a in described.items() if not a.size}
+    return {name: _like(array, found[name]) for name, array in arrays.items()}
+
+
+def _plain(array: Any) -> Any:
+    """An array that files can hold: of random keys their numbers."""
+    return jax.random.key_data(array) if is_key(array) else array
+
+
+def _like(array: Any, plain: jax.Array) -> jax.Array:
+    return jax.random.wrap_key_data(plain, impl=jax.random.key_impl(array)) if is_key(array) else plain
+
+
+def _alias(array: jax.Array) -> jax.Array:
+    """Another array in the same memory."""
+    shards = [shard.data for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def _type_of(array: Any) -> str:
+    return f"{array.dtype} {list(array.shape)}"

@@ -1,6 +1,5 @@
 """`Trainer`: the loop of training, for any model of Flax NNX, loss, optimizer of optax and batches."""
 
-import functools
 import os
 from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
@@ -11,14 +10,17 @@ import numpy as np
 import optax
 from flax import nnx
 
-from jgg.core.arguments import as_int, check_instance
+from jgg.core.arguments import as_int, check, check_instance
+from jgg.nnx import Frozen
 from jgg.sharding import MoESharding
-from jgg.train.checkpoints import TrainingError, opened, restored, save
+from jgg.train.checkpoints import FrozenWeights, TrainingError, opened, restored, save
 from jgg.train.compiling import compiler_options
 from jgg.train.meter import Meter, Speed
 from jgg.train.preemption import Preempted, stop_notices
+from jgg.train.state import everywhere, form_of, is_key, named, named_in, own_arrays, place, put, set_named, split
+from jgg.train.steps import Batch, changed_by, step_of
 
-Batch = Any  # a pytree of arrays
+_OPTIMIZER = "optimizer."  # before the names of arrays
 
 
 class Record(NamedTuple):
@@ -36,14 +38,26 @@ class Record(NamedTuple):
 
 
 class Trainer:
-    """Trains a model by one compiled step that takes and replaces what is trained, and takes what is not.
+    """Trains a model with one compiled step.
 
         trainer = Trainer(model, optax.adamw(1e-4), loss)
         for record in trainer.fit(batch_of, steps=1000):
             print(record.step, record.metrics.mean())
 
+    The model holds the state. Each step reads its variables and sets those that it changes, so the next step starts
+    from what you set between two steps, and the next checkpoint has it: merged adapters, `jgg.optim.qk_clip`, a
+    selection bias, `model.eval()`. The step is compiled again if shapes or options of the model change. What the
+    optimizer's own state holds stays.
+
+    Variables that the loss changes, such as the counts of `nnx.Dropout` and the means of `nnx.BatchNorm`, are part of
+    the state.
+
+    A step reuses the memory of trained arrays. It copies an array first if anything else refers to it, such as an
+    `nnx.clone` of the model, which then keeps its values. The copy is made once per reference and needs memory, so
+    delete references that you no longer use.
+
     Args:
-      model: the module. Its trained arrays are given up by the first step: take `trainer.model` after it.
+      model: the module.
       optimizer: the optimizer of optax.
       loss: loss(model, batch) -> (loss, metrics), the loss float32 [] and a pytree of arrays to measure.
       wrt: type of the variables that are trained, such as `nnx.LoRAParam` for adapters alone.
@@ -53,6 +67,11 @@ class Trainer:
         measured. Without it, a Speed has the time alone.
       batch_sharding: how devices split each array of a batch. The batches are whole then, of NumPy arrays and the same
         in all processes, and each device gets its part. By default batches are taken as they are.
+
+    Attributes:
+      model: the module that was given, with what it has learned so far. Another one takes its place if you set it.
+
+    Raises: ValueError: the model has no variable of type `wrt`.
     """
 
     def __init__(
@@ -66,30 +85,25 @@ class Trainer:
         lengths_of: Callable[[Batch], np.ndarray] = lambda batch: np.zeros(0, int),
         batch_sharding: jax.sharding.Sharding | None = None,
     ) -> None:
-        on_device = jax.tree.map(lambda a: jnp.asarray(a) if isinstance(a, np.ndarray) else a, nnx.state(model))
-        nnx.update(model, on_device)
-        # bound to their devices, as those of each step are: programs that take the model compile once
-        nnx.update(model, jax.tree.map(lambda a: jax.device_put(a, a.sharding), nnx.state(model, wrt)))
-        parts: Any = nnx.split(model, wrt, ...)
-        graphdef, params, self._frozen = parts
+        self.model: Any = model
+        self._optimizer, self._loss, self._wrt, self._accumulate = optimizer, loss, wrt, accumulate
+        self._lengths_of, self._batch_sharding = lengths_of, batch_sharding
+        state = nnx.state(model)
+        params = nnx.filter_state(state, wrt)
         if not jax.tree.leaves(params):
             raise ValueError(f"model must have a variable of type {wrt.__name__} to train, got none")
-        self._model, self._meter, self._lengths_of = model, Meter(model, wrt), lengths_of
-        self._batch_sharding = batch_sharding
-        state, step = (params, optimizer.init(params)), step_of(graphdef, optimizer, loss, accumulate)
-        everywhere = _replicated(params)
-        if everywhere is not None:  # the rest of an optimizer's state is split as the parameters are
-            put = functools.partial(jax.make_array_from_process_local_data, everywhere)
-            state = jax.tree.map(lambda a: a if a.ndim else put(np.asarray(a)), state)
-        self._state, splits = state, jax.tree.map(lambda a: a.sharding, state)
-        options = compiler_options(num_gathering(model))
-        self._step = jax.jit(step, donate_argnums=0, out_shardings=(splits, everywhere), compiler_options=options)
-
-    @property
-    def model(self) -> Any:
-        """The model, with what it has learned so far."""
-        nnx.update(self._model, self._state[0])
-        return self._model
+        place(state)
+        own_arrays(params)
+        self._everywhere = everywhere(params)
+        self._places = place(state, default=self._everywhere)
+        nnx.update(model, state)  # for arrays that are no variables
+        self._meter = Meter(model, wrt)
+        self._trained = _types_of(params)
+        self._weights = FrozenWeights(named_in(nnx.filter_state(state, nnx.All((nnx.Param, Frozen), nnx.Not(wrt)))))
+        self._opt_state = self._first_opt_state()
+        self._form: Any = None  # that of the model for which the step is compiled
+        self._changed: Collection[Any] = ()
+        self._done: tuple[Any, int] | None = None  # a folder of checkpoints, and the step after which the state is
 
     def fit(
         self,
@@ -123,16 +137,22 @@ class Trainer:
         Args:
           batch_of: batch_of(step) -> the batch of a step, from 1, of the same shapes for all, asked for once a step.
             It depends on the step alone, such as `dataset.__getitem__` of a `grain.MapDataset`, or also on what was
-            learned before it. How long the first one takes counts in no speed, nor does the step's compilation.
+            learned before it. How long the first one takes counts in no speed, nor does compiling a step or saving.
           steps: number of the last step; those before the last checkpoint are not made again.
           every: it yields after the steps whose number one of these divides, and after the last.
           first: whether it yields after the first step too.
-          checkpoints: a folder: training goes on from the last checkpoint there, and saves others.
+          checkpoints: a folder that no other run uses. Training resumes from the last checkpoint there, and saves
+            others, with all variables of the model and the state of the optimizer. Frozen `nnx.Param` and
+            `jgg.nnx.Frozen` variables are only compared by a digest, unless they were set after the Trainer was made.
+            A Trainer that made the last checkpoint itself continues from its model as it is.
           save_every: steps between two checkpoints; the last step is saved too.
 
         Raises:
           TrainingError: a loss or a trained variable is not finite, which is looked for before each record and each
-            checkpoint; or a checkpoint is damaged or of another model.
+            checkpoint; a checkpoint is damaged, is of another model or cannot be written; or another run uses the
+            folder.
+          ValueError: shapes or dtypes of trained variables are no longer those of the optimizer's state, or the loss
+            adds a variable to the model or changes the shape or dtype of one.
           Preempted: SIGTERM stopped the run before its last step; the same call goes on from there.
         """
         steps, save_every = as_int("steps", steps, 0), as_int("save_every", save_every, 1)
@@ -140,11 +160,13 @@ class Trainer:
         every = [as_int("every", each, 1) for each in every]
         # the checkpoints are written on leaving, before SIGTERM has its earlier meaning again
         with stop_notices(checkpoints is not None) as is_stopped_after, opened(checkpoints) as manager:
-            start, self._state = restored(manager, self._state)
+            start = self._resume(manager)
             if start >= steps:
+                if manager is not None and start > (manager.latest_step() or 0):
+                    save(manager, start, self._arrays(), self._weights)
                 return
             batch, lengths = self._next(batch_of, start + 1)
-            run = self._step.lower(self._state, self._frozen, batch).compile()
+            self._prepared(batch)
             if is_stopped_after(start):
                 raise Preempted(start)
             waiting: list[Any] = []
@@ -152,8 +174,8 @@ class Trainer:
             for step in range(start + 1, steps + 1):
                 if step > start + 1:
                     batch, lengths = self._next(batch_of, step)
-                self._state, measured = run(self._state, self._frozen, batch)
-                waiting.append(measured)
+                waiting.append(self._advance(batch))
+                self._done = None if manager is None else (manager.directory, step)
                 self._meter.add(lengths)
                 if manager is not None:  # else SIGTERM would have to wait for all steps that are begun
                     jax.block_until_ready(waiting[-2:-1])
@@ -164,17 +186,111 @@ class Trainer:
                 if not is_told and not is_saved:
                     continue
                 waiting = jax.device_get(waiting)
-                _check_finite([loss for loss, _ in waiting], step, manager)
-                speed = self._meter.read()
+                self._check_finite([loss for loss, _ in waiting], step, manager)
                 if is_saved:
-                    save(manager, step, self._state)
+                    with self._meter.paused():
+                        save(manager, step, self._arrays(), self._weights)
                 if is_told:
+                    speed = self._meter.read()
                     metrics = jax.tree.map(lambda *arrays: np.stack(arrays), *(metrics for _, metrics in waiting))
                     yield Record(step, metrics, speed)
                     waiting = []
                     self._meter.restart()
                 if is_stopped:
                     raise Preempted(step)
+
+    def _resume(self, manager: Any) -> int:
+        """The step from which training goes on: after the last checkpoint, which is restored unless this wrote it."""
+        latest = None if manager is None else manager.latest_step()
+        if latest is None:
+            return 0
+        folder, step = self._done or (None, 0)
+        if folder == manager.directory and step >= latest:
+            return step
+        opt_state = jax.tree.map(_described, self._opt_state)
+        self._opt_state = None  # or both would need memory
+        try:
+            found = restored(manager, latest, named_in(nnx.state(self.model)) | named(opt_state, _OPTIMIZER))
+        except TrainingError:
+            self._opt_state = self._first_opt_state()
+            raise
+        leaves = [found[name] for name in named(opt_state, _OPTIMIZER)]
+        self._opt_state = jax.tree.unflatten(jax.tree.structure(opt_state), leaves)
+        set_named(self.model, found)
+        self._done = manager.directory, latest
+        return latest
+
+    def _arrays(self) -> dict[str, Any]:
+        """All that is saved, by names."""
+        return named_in(nnx.state(self.model)) | named(self._opt_state, _OPTIMIZER)
+
+    def _first_opt_state(self) -> Any:
+        """The optimizer's state for the model as it is, placed as the parameters are; its scalars are its own."""
+
+        def placed(leaf: Any) -> jax.Array:
+            if not isinstance(leaf, jax.Array):
+                leaf = jnp.asarray(leaf)
+            elif leaf.ndim == 0:
+                leaf = leaf.copy()
+            is_placed = self._everywhere is None or isinstance(leaf.sharding, jax.NamedSharding)
+            return leaf if is_placed else put(leaf, self._everywhere)
+
+        return jax.tree.map(placed, self._optimizer.init(nnx.state(self.model, self._wrt)))
+
+    def _advance(self, batch: Batch) -> Any:
+        """Makes a step; returns the loss and the metrics."""
+        state, frozen = self._prepared(batch)
+        (state, self._opt_state), measured = self._run((state, self._opt_state), frozen, batch)
+        nnx.update(self.model, state)
+        return measured
+
+    def _prepared(self, batch: Batch) -> tuple[Any, Any]:
+        """The variables that a step replaces, of arrays that it may take, and those that it reads."""
+        graphdef, state, frozen = self._split()
+        form = graphdef, form_of((state, frozen))
+        if form != self._form:
+            with self._meter.paused():
+                self._check_trained(nnx.filter_state(state, self._wrt))
+                self._changed = changed_by(self._loss, graphdef, state, frozen, batch, self._accumulate)
+                graphdef, state, frozen = self._split()
+                self._run = self._compiled(graphdef, state, frozen, batch)
+            self._form = graphdef, form_of((state, frozen))
+        own_arrays(state)
+        return state, frozen
+
+    def _split(self) -> tuple[Any, Any, Any]:
+        graphdef, state, frozen = split(self.model, self._wrt, self._changed)
+        for part in (state, frozen):
+            self._places |= place(part, self._places, self._everywhere)
+        return graphdef, state, frozen
+
+    def _compiled(self, graphdef: Any, state: Any, frozen: Any, batch: Batch) -> Any:
+        step = step_of(graphdef, self._optimizer, self._loss, self._accumulate, self._wrt, self._changed)
+        shardings = jax.tree.map(lambda a: a.sharding, (state, self._opt_state))
+        options = compiler_options(num_gathering(self.model))
+        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, self._everywhere), compiler_options=options)
+        return jitted.lower((state, self._opt_state), frozen, batch).compile()
+
+    def _check_trained(self, params: Any) -> None:
+        """Raises ValueError unless the optimizer's state fits the trained variables."""
+        found = _types_of(params)
+        for name in [*self._trained, *found]:
+            was, now = (types.get(name, "none") for types in (self._trained, found))
+            check(
+                was == now,
+                f"model must keep the variables for which the optimizer's state was made, got {name} {now}, was {was}: "
+                "make another Trainer.",
+            )
+
+    def _check_finite(self, losses: list[np.ndarray], last: int, manager: Any) -> None:
+        """Raises TrainingError for the first loss that is not finite; `last` is the step of the last loss."""
+        for step, loss in enumerate(losses, last - len(losses) + 1):
+            if not np.isfinite(loss):
+                self._done = None
+                saved = None if manager is None else manager.latest_step()
+                kept = f"; the last checkpoint is of step {saved}" if saved else ""
+                what = f"step {step}: the loss or a trained parameter is {loss}"
+                raise TrainingError(f"{what}, so nothing more is written{kept}")
 
     def _next(self, batch_of: Callable[[int], Batch], step: int) -> tuple[Batch, np.ndarray]:
         """The batch of a step, on the devices if a sharding says how, and the lengths of its sequences."""
@@ -188,57 +304,16 @@ def on_devices(batch: Batch, sharding: jax.sharding.Sharding) -> Batch:
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), batch)
 
 
-def step_of(
-    graphdef: Any, optimizer: optax.GradientTransformation, loss: Callable[..., Any], accumulate: bool
-) -> Callable[..., Any]:
-    """The step: ((params, opt_state), frozen, batch) -> (the same after it, (loss, metrics)).
+def _described(array: jax.Array) -> Any:
+    """The shape, dtype and place of an array."""
+    return array if is_key(array) else jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
-    The loss is NaN where a parameter is not finite after the step.
-    """
 
-    @functools.partial(jax.value_and_grad, has_aux=True)
-    def gradients_of(params: Any, frozen: Any, part: Batch) -> Any:
-        return loss(nnx.merge(graphdef, params, frozen), part)
-
-    def mean_of(params: Any, frozen: Any, parts: Batch) -> Any:
-        def add(sums: Any, part: Batch) -> Any:
-            measured, gradients = gradients_of(params, frozen, part)
-            return jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, gradients), measured
-
-        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
-        sums, measured = jax.lax.scan(add, zeros, parts)
-        count = len(measured[0])
-        means = jax.tree.map(lambda p, total: (total / count).astype(p.dtype), params, sums)
-        return jax.tree.map(lambda a: jnp.mean(a, axis=0), measured), means
-
-    def step(state: Any, frozen: Any, batch: Batch) -> Any:
-        params, opt_state = state
-        (value, metrics), gradients = (mean_of if accumulate else gradients_of)(params, frozen, batch)
-        updates, opt_state = optimizer.update(gradients, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        is_finite = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]).all()
-        return (params, opt_state), (jnp.where(is_finite, value, jnp.nan), metrics)
-
-    return step
+def _types_of(params: Any) -> dict[str, str]:
+    return {name: f"{array.dtype} {list(array.shape)}" for name, array in named_in(params).items()}
 
 
 def num_gathering(model: nnx.Module) -> int:
     """The largest number of devices from which layers of the model gather weights; 1 if none does."""
     found = (getattr(module, "sharding", None) for _, module in nnx.iter_modules(model))
     return max((each.size(each.gather_axis) for each in found if isinstance(each, MoESharding)), default=1)
-
-
-def _replicated(params: Any) -> jax.NamedSharding | None:
-    """The sharding of what is on all devices of the parameters; None if they are on one."""
-    sharding = jax.tree.leaves(params)[0].sharding
-    return jax.NamedSharding(sharding.mesh, jax.P()) if isinstance(sharding, jax.NamedSharding) else None
-
-
-def _check_finite(losses: list[np.ndarray], last: int, manager: Any) -> None:
-    """Raises TrainingError for the first loss that is not finite; `last` is the step of the last loss."""
-    for step, loss in enumerate(losses, last - len(losses) + 1):
-        if not np.isfinite(loss):
-            saved = None if manager is None else manager.latest_step()
-            kept = f"; the last checkpoint is of step {saved}" if saved else ""
-            what = f"step {step}: the loss or a trained parameter is {loss}"
-            raise TrainingError(f"{what}, so nothing more is written{kept}")

@@ -1,8 +1,9 @@
 """Measures how fast a model trains: tokens per second, model FLOPs utilization (MFU) and memory."""
 
+import contextlib
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -61,6 +62,13 @@ class Meter:
     def restart(self) -> None:
         """Begins anew."""
         self.tokens, self.flops, self.start = 0, 0.0, time.perf_counter()
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out the time of what is done within."""
+        begin = time.perf_counter()
+        yield
+        self.start += time.perf_counter() - begin
 
     def add(self, lengths: np.ndarray) -> None:
         """Counts a batch of sequences, by their lengths, integer [sequences]."""

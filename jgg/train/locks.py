@@ -1,0 +1,69 @@
+"""Keeps a folder for one run, with a lock of the system that ends with the process that holds it."""
+
+import contextlib
+import functools
+import os
+import socket
+import time
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from jgg.core.files import warn_once
+
+
+@contextlib.contextmanager
+def folder_lock(folder: Path) -> Iterator[str | None]:
+    """Holds a folder for this run; yields what holds it already, or None.
+
+    The lock is of the open file .lock in the folder, so that it ends with the process, however that ends. Of several
+    connected processes the first has it. Where files cannot be locked, as on some network file systems, it warns once
+    and goes on without a lock.
+    """
+    with contextlib.ExitStack() as stack:
+        other = None
+        if jax.process_index() == 0:
+            other = _taken(folder / ".lock", stack)
+        if jax.process_count() > 1:  # one that went on would wait for the others
+            is_held = multihost_utils.broadcast_one_to_all(np.int32(other is not None))
+            other = other or ("another run" if is_held else None)
+        yield other
+
+
+def _taken(path: Path, stack: contextlib.ExitStack) -> str | None:
+    """Locks a file until the stack is left; returns what its holder wrote into it if it is locked already."""
+    try:
+        import fcntl  # not everywhere
+
+        opener = functools.partial(os.open, mode=0o666)
+        file = stack.enter_context(open(path, "a+", encoding="utf-8", opener=opener))  # noqa: SIM115
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            file.seek(0)
+            return file.read().strip() or "another run"
+    except (ImportError, OSError) as error:
+        warn_once(f"{path.parent} is used without a lock, so let one run at a time use it: {error}")
+        return None
+    _close_in_children(file)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
+    file.flush()
+    return None
+
+
+def _close_in_children(file: TextIO) -> None:
+    """Closes a file in processes that are forked, or those that outlive this one would hold its lock."""
+    own = weakref.ref(file)
+
+    def close() -> None:
+        file = own()
+        if file is not None:
+            file.close()
+
+    os.register_at_fork(after_in_child=close)

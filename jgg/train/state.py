@@ -1,0 +1,167 @@
+"""The state of a model in training: its variables, where they are placed, and whose arrays a step may take."""
+
+import functools
+import gc
+import sys
+from collections.abc import Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+Path = tuple[Any, ...]
+
+
+def split(model: nnx.Module, wrt: type[nnx.Variable[Any]], changed: Collection[Path] = ()) -> tuple[Any, Any, Any]:
+    """The graph of a model, the variables that a step replaces, and those that it only reads.
+
+    Args:
+      wrt: type of the variables that are trained.
+      changed: paths of other variables that the loss changes.
+    """
+    parts: Any = nnx.split(model, (wrt, lambda path, _: path in changed), ...)
+    return parts
+
+
+def name_of(path: Path) -> str:
+    """The name of a variable, such as layers.attention.w_q."""
+    return ".".join(map(str, path))
+
+
+def named(tree: Any, prefix: str) -> dict[str, Any]:
+    """The arrays of a tree by their names, such as optimizer.0.count."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        f"{prefix}{jax.tree_util.keystr(path, simple=True, separator='.')}".rstrip("."): leaf for path, leaf in leaves
+    }
+
+
+def named_in(state: Any) -> dict[str, Any]:
+    """The arrays of a model's state by their names, such as model.layers.attention.w_q."""
+    values = ((path, _value_of(leaf)) for path, leaf in nnx.to_flat_state(state))
+    return {name: leaf for path, value in values for name, leaf in named(value, f"model.{name_of(path)}.").items()}
+
+
+def set_named(model: nnx.Module, arrays: Mapping[str, jax.Array]) -> None:
+    """Sets those arrays of a model that are among these, by the names of `named_in`."""
+    state = nnx.state(model)
+    for path, variable in nnx.to_flat_state(state):
+        value = _value_of(variable)
+        own = named(value, f"model.{name_of(path)}.")
+        if own.keys() & arrays.keys():
+            leaves = [arrays.get(name, leaf) for name, leaf in own.items()]
+            _set(state, path, variable, jax.tree.unflatten(jax.tree.structure(value), leaves))
+    nnx.update(model, state)  # for arrays that are no variables
+
+
+def form_of(tree: Any) -> tuple[Any, ...]:
+    """What a compiled program is made for: the structure of a tree, and the shape, dtype and place of each array."""
+    leaves, structure = jax.tree.flatten(tree)
+    return structure, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
+
+
+def everywhere(tree: Any) -> jax.NamedSharding | None:
+    """The sharding of what is on all devices of the mesh that splits a tree's arrays; None without a mesh."""
+    shardings = (leaf.sharding for leaf in jax.tree.leaves(tree))
+    mesh = next((own.mesh for own in shardings if isinstance(own, jax.NamedSharding)), None)
+    return None if mesh is None else jax.NamedSharding(mesh, jax.P())
+
+
+def is_key(array: Any) -> bool:
+    """Whether an array is of random keys, as `jax.random.key` makes them."""
+    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+
+
+def put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+    """An array that each process has, on the devices of a sharding."""
+    if is_key(array):
+        return jax.random.wrap_key_data(put(jax.random.key_data(array), sharding), impl=jax.random.key_impl(array))
+    if isinstance(array, jax.Array) and array.sharding.device_set == sharding.device_set:
+        return jax.device_put(array, sharding)
+    return jax.make_array_from_process_local_data(sharding, np.asarray(array))
+
+
+def place(
+    state: Any,
+    places: Mapping[Path, Any] = MappingProxyType({}),
+    default: jax.sharding.Sharding | None = None,
+) -> dict[Path, Any]:
+    """Gives variables whose value is elsewhere, such as in a NumPy array, one where it was; returns where all are.
+
+    Args:
+      state: of a model, whose variables are changed.
+      places: shardings, as this function returned them.
+      default: that of values on one device, where others are on several.
+    """
+
+    def settled(value: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
+        value = value if isinstance(value, jax.Array) else jnp.asarray(value)
+        if sharding is None and not isinstance(value.sharding, jax.NamedSharding):
+            sharding = default
+        return value if sharding in (None, value.sharding) else put(value, sharding)
+
+    found = {}
+    for path, variable in nnx.to_flat_state(state):
+        value, own = _value_of(variable), places.get(path)
+        if jax.tree.structure(value) != jax.tree.structure(own):
+            own = jax.tree.map(lambda _: None, value)
+        new = jax.tree.map(settled, value, own)
+        if any(a is not b for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(new), strict=True)):
+            _set(state, path, variable, new)
+        found[path] = jax.tree.map(lambda a: a.sharding, new)
+    return found
+
+
+def own_arrays(state: Any) -> None:
+    """Gives variables whose arrays something else refers to, such as a clone of the model, copies of these.
+
+    A step can then take the arrays of all of them. It copies nothing if only the variables refer to their arrays.
+    """
+    flat = list(nnx.to_flat_state(state))
+    if any(is_shared(variable) for _, variable in flat):
+        gc.collect()  # what refers to them may be gone, but for a cycle
+    for path, variable in flat:
+        is_owned = _has_array(variable) and not is_shared(variable)
+        value = _value_of(variable)
+        if not is_owned:
+            value = jax.tree.map(lambda a: a.copy(), value)
+        if not all(leaf.committed for leaf in jax.tree.leaves(value)):  # as those of each step are
+            value = jax.tree.map(lambda a: jax.device_put(a, a.sharding), value)
+        if value is not _value_of(variable):
+            _set(state, path, variable, value)
+
+
+def _value_of(leaf: Any) -> Any:
+    """The value of a variable, or the array that a module has without one."""
+    return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
+
+
+def _set(state: Any, path: Path, leaf: Any, value: Any) -> None:
+    if isinstance(leaf, nnx.Variable):
+        leaf.set_raw_value(value)
+    else:
+        functools.reduce(lambda part, key: part[key], path[:-1], state)[path[-1]] = value
+
+
+def is_shared(leaf: Any) -> bool:
+    """Whether something else than a variable refers to its array."""
+    return _has_array(leaf) and _references(leaf) > _references_of_one()
+
+
+def _has_array(leaf: Any) -> bool:
+    """Whether this is a variable whose value is one array."""
+    return isinstance(leaf, nnx.Variable) and isinstance(leaf.get_raw_value(), jax.Array)
+
+
+def _references(variable: nnx.Variable[Any]) -> int:
+    return sys.getrefcount(variable.get_raw_value())
+
+
+@functools.cache
+def _references_of_one() -> int:
+    """What `_references` counts where nothing but the variable refers to its value."""
+    variable = nnx.Variable(object())
+    return _references(variable)

@@ -1,0 +1,101 @@
+"""The step of training: a function of a model's state, the optimizer's state and a batch."""
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from jgg.train.state import Path, name_of
+
+Batch = Any  # a pytree of arrays
+
+
+def step_of(
+    graphdef: Any,
+    optimizer: optax.GradientTransformation,
+    loss: Callable[..., Any],
+    accumulate: bool,
+    wrt: type[nnx.Variable[Any]] = nnx.Param,
+    changed: Collection[Path] = (),
+) -> Callable[..., Any]:
+    """The step: ((state, opt_state), frozen, batch) -> (the first after it, (loss, metrics)).
+
+    The state has the variables of type `wrt` and those that the loss changes, with the paths `changed`. The loss is NaN
+    where a parameter is not finite after the step.
+    """
+
+    @functools.partial(jax.value_and_grad, has_aux=True)
+    def gradients_of(params: Any, others: Any, part: Batch) -> Any:
+        # variables can only be changed in the trace that they are made in
+        model = nnx.merge(graphdef, *jax.tree.map(lambda a: a, (params, *others)))
+        value, metrics = loss(model, part)
+        return value, (metrics, changed_in(nnx.state(model)))
+
+    def gradients_at(state: Any, frozen: Any, part: Batch) -> Any:
+        params, rest = nnx.split_state(state, wrt, ...)
+        (value, (metrics, after)), gradients = gradients_of(params, (rest, frozen), part)
+        return (value, metrics), after, gradients
+
+    def mean_of(state: Any, frozen: Any, parts: Batch) -> Any:
+        def add(carry: Any, part: Batch) -> Any:
+            sums, after = carry
+            measured, after, gradients = gradients_at(nnx.merge_state(state, after), frozen, part)
+            return (jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, gradients), after), measured
+
+        params = nnx.filter_state(state, wrt)
+        zeros = jax.tree.map(lambda p: jnp.zeros_like(p, jnp.promote_types(p.dtype, jnp.float32)), params)
+        (sums, after), measured = jax.lax.scan(add, (zeros, changed_in(state)), parts)
+        count = len(measured[0])
+        means = jax.tree.map(lambda p, total: (total / count).astype(p.dtype), params, sums)
+        return jax.tree.map(lambda a: jnp.mean(a, axis=0), measured), after, means
+
+    def changed_in(state: Any) -> Any:
+        return nnx.filter_state(state, lambda path, _: path in changed)
+
+    def step(own: Any, frozen: Any, batch: Batch) -> Any:
+        state, opt_state = own
+        (value, metrics), after, gradients = (mean_of if accumulate else gradients_at)(state, frozen, batch)
+        params, rest = nnx.split_state(nnx.merge_state(state, after), wrt, ...)
+        updates, opt_state = optimizer.update(gradients, opt_state, params)
+        params = optax.apply_updates(params, updates)
+        is_finite = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]).all()
+        return (nnx.merge_state(params, rest), opt_state), (jnp.where(is_finite, value, jnp.nan), metrics)
+
+    return step
+
+
+def changed_by(
+    loss: Callable[..., Any], graphdef: Any, state: Any, frozen: Any, batch: Batch, accumulate: bool
+) -> frozenset[Path]:
+    """The paths of the variables that a loss changes, such as the counts of dropout; computes nothing.
+
+    Raises: ValueError: the loss changes a shape or dtype, or adds a variable other than an `nnx.Intermediate`.
+    """
+    paths: set[Path] = set()
+
+    def look(state: Any, frozen: Any, batch: Batch) -> None:
+        model = nnx.merge(graphdef, state, frozen)
+        before = _leaves_of(model)
+        loss(model, jax.tree.map(lambda a: a[0], batch) if accumulate else batch)
+        for path, leaves in _leaves_of(model).items():
+            if path not in before:
+                raise ValueError(f"loss must add no variable to the model of a Trainer, got a new {name_of(path)}.")
+            if any(new is not old for new, old in zip(leaves, before[path], strict=False)):
+                types = [[f"{leaf.dtype} {list(leaf.shape)}" for leaf in each] for each in (before[path], leaves)]
+                if types[0] != types[1]:
+                    was, now = (", ".join(each) for each in types)
+                    raise ValueError(f"loss must leave the shape and dtype of {name_of(path)}, {was}, got {now}.")
+                paths.add(path)
+
+    jax.eval_shape(look, state, frozen, batch)
+    return frozenset(paths)
+
+
+def _leaves_of(model: nnx.Module) -> dict[Path, list[Any]]:
+    """The arrays of each variable that is no intermediate result."""
+    flat = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Intermediate)))
+    return {path: jax.tree.leaves(leaf) for path, leaf in flat}
