@@ -56,7 +56,7 @@ LAYERS = {
     "qwen3-30b-a3b bfloat16": Experts(128, 8, 2048, 768, "bfloat16"),
     "gpt-oss-20b bfloat16": Experts(32, 4, 2880, 2880, "bfloat16"),
 }
-_SMALL = {"features": 256, "hidden": 128}
+_SMALL: dict[str, Any] = {"features": 256, "hidden": 128}
 
 
 def _normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

@@ -26,7 +26,7 @@ _SHORT_STEP = 32  # rows of a step of the hopper kernel's dW; 64 is the other ch
 _ROWS_FOR_SHORT_STEPS = 224  # of a group, on average
 # Tiles of the plain kernel where it dequantizes w in registers and multiplies by it from the left: the most rows of
 # a group, on average; the tile; stages; programs per multiprocessor. Measured on an H100: python -m benchmarks.rows.
-_TILES_OF_STORED = (
+_TILES_OF_STORED: tuple[tuple[float, Tile, int, int], ...] = (
     (24, Tile(32, 128, 64), 4, 4),
     (64, Tile(64, 128, 64), 3, 4),
     (math.inf, Tile(128, 128, 64), 4, 2),
@@ -159,7 +159,7 @@ def stored_config(problem: GroupedGemmProblem, target: Target, w_is_packed: bool
     most = ROWS_OF_STORED if w_is_packed else _MOST_ROWS_OF_FP8
     if not (problem.rows_are_aligned and is_filled and _LEAST_ROWS_OF_STORED < rows <= most):
         return None
-    tile, stages, programs = next(found for limit, *found in _TILES_OF_STORED if rows <= limit)
+    _, tile, stages, programs = next(row for row in _TILES_OF_STORED if rows <= row[0])
     if not multiplies_from_left(problem, target, tile):
         return None
     options = {"num_warps": 4, "num_stages": stages, "programs_per_sm": programs, "fuse_scatter": False}

@@ -141,7 +141,7 @@ class JggLM(TemplateLM):
         disable_tqdm: bool = False,
         **_: Any,
     ) -> list[tuple[float, bool]]:
-        for texts, _, own in requests:
+        for texts, _context, own in requests:
             check(bool(own), f"a continuation must have tokens behind its context, got none in {texts!r}")
         # lm-eval moves white space at the end of a context into the continuation, which may leave no context
         pairs = [Pair(context or [self.prefix_token_id], own) for _, context, own in requests]

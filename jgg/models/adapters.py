@@ -106,8 +106,8 @@ def _by_module(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
                 tensors |= _tensors_of(modules, LowRank(a, b, scale))
         else:
             tensors |= _tensors_of(matrix.modules[number], own)
-    modules = {name.partition(".lora_")[0] for name in tensors}
-    left_out = of_hf.left_out_by_peft(model.config.hf, modules)
+    written = {name.partition(".lora_")[0] for name in tensors}
+    left_out = of_hf.left_out_by_peft(model.config.hf, written)
     if left_out:
         warnings.warn(
             f"PEFT leaves out the adapters of {left_out} from what by_expert=True writes for "
@@ -116,7 +116,7 @@ def _by_module(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
         )
     settings = {
         "base_model_name_or_path": model.config.name,
-        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
+        "target_modules": sorted({module.rpartition(".")[2] for module in written}),
     }
     return dict(new_settings("settings", settings, {"": (rank, scale)}).values), tensors
 

@@ -5,6 +5,7 @@ import weakref
 from typing import Any, NamedTuple
 
 import jax
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jgg.core.quantized import WeightForms
@@ -58,4 +59,4 @@ def _forget(key: tuple[Any, ...], _: object) -> None:
 
 
 def _has_values(array: Any) -> bool:
-    return isinstance(array, jax.Array) and not isinstance(array, jax.core.Tracer)
+    return isinstance(array, jax.Array) and not isinstance(array, Tracer)

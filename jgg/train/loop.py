@@ -201,7 +201,9 @@ class Trainer:
 
     def _resume(self, manager: Any) -> int:
         """The step from which training goes on: after the last checkpoint, which is restored unless this wrote it."""
-        latest = None if manager is None else manager.latest_step()
+        if manager is None:
+            return 0
+        latest = manager.latest_step()
         if latest is None:
             return 0
         folder, step = self._done or (None, 0)
@@ -232,8 +234,8 @@ class Trainer:
                 leaf = jnp.asarray(leaf)
             elif leaf.ndim == 0:
                 leaf = leaf.copy()
-            is_placed = self._everywhere is None or isinstance(leaf.sharding, jax.NamedSharding)
-            return leaf if is_placed else put(leaf, self._everywhere)
+            where = self._everywhere
+            return leaf if where is None or isinstance(leaf.sharding, jax.NamedSharding) else put(leaf, where)
 
         return jax.tree.map(placed, self._optimizer.init(nnx.state(self.model, self._wrt)))
 

@@ -72,7 +72,7 @@ def everywhere(tree: Any) -> jax.NamedSharding | None:
 
 def is_key(array: Any) -> bool:
     """Whether an array is of random keys, as `jax.random.key` makes them."""
-    return jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key)
+    return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
@@ -106,7 +106,8 @@ def place(
     found = {}
     for path, variable in nnx.to_flat_state(state):
         value, own = _value_of(variable), places.get(path)
-        if jax.tree.structure(value) != jax.tree.structure(own):
+        structures: tuple[Any, Any] = jax.tree.structure(value), jax.tree.structure(own)
+        if structures[0] != structures[1]:
             own = jax.tree.map(lambda _: None, value)
         new = jax.tree.map(settled, value, own)
         if any(a is not b for a, b in zip(jax.tree.leaves(value), jax.tree.leaves(new), strict=True)):

@@ -59,7 +59,8 @@ def step_of(
     def step(own: Any, frozen: Any, batch: Batch) -> Any:
         state, opt_state = own
         (value, metrics), after, gradients = (mean_of if accumulate else gradients_at)(state, frozen, batch)
-        params, rest = nnx.split_state(nnx.merge_state(state, after), wrt, ...)
+        parts: tuple[Any, Any] = nnx.split_state(nnx.merge_state(state, after), wrt, ...)
+        params, rest = parts
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         params = optax.apply_updates(params, updates)
         is_finite = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]).all()
