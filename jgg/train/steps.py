@@ -59,7 +59,7 @@ def step_of(
     def step(own: Any, frozen: Any, batch: Batch) -> Any:
         state, opt_state = own
         (value, metrics), after, gradients = (mean_of if accumulate else gradients_at)(state, frozen, batch)
-        parts: tuple[Any, Any] = nnx.split_state(nnx.merge_state(state, after), wrt, ...)
+        parts: Any = nnx.split_state(nnx.merge_state(state, after), wrt, ...)
         params, rest = parts
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         params = optax.apply_updates(params, updates)
