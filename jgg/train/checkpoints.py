@@ -1,7 +1,10 @@
 """Saves the state of training by Orbax, in the background, and restores the last one."""
 
 import contextlib
+import errno
 import os
+import shutil
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,22 +13,39 @@ import orbax.checkpoint as ocp
 from jgg.core.arguments import as_path, check
 
 
+_OWN = 2**22  # bytes that Orbax needs for a checkpoint besides its arrays
+
+
 class TrainingError(RuntimeError):
-    """Training cannot go on, for the reason that the message names."""
+    """Training cannot go on, for the reason that the message names.
+
+    Attributes:
+      step: the last step that was made, where its checkpoint could not be written; else None.
+    """
+
+    step: int | None = None
 
 
-def opened(folder: str | os.PathLike[str] | None) -> contextlib.AbstractContextManager[Any]:
+@contextlib.contextmanager
+def opened(folder: str | os.PathLike[str] | None) -> Iterator[Any]:
     """Orbax's manager of a folder, which keeps the last two checkpoints; None without a folder.
 
     On leaving it waits until everything is written.
 
-    Raises: ValueError: the path is no folder.
+    Raises: ValueError: the path is no folder. TrainingError: a checkpoint cannot be written.
     """
     if folder is None:
-        return contextlib.nullcontext()
+        yield None
+        return
     path = as_path("checkpoints", folder).absolute()
     check(path.is_dir() or not path.exists(), f"checkpoints must be a folder, got {path}, which is none.")
-    return ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(max_to_keep=2))
+    with _writing(path):
+        manager = ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(max_to_keep=2))
+    try:
+        yield manager
+    finally:
+        with _writing(path):
+            manager.close()
 
 
 def restored(manager: Any, state: Any) -> tuple[int, Any]:
@@ -47,5 +67,27 @@ def restored(manager: Any, state: Any) -> tuple[int, Any]:
 
 
 def save(manager: Any, step: int, state: Any) -> None:
-    """Begins to write a checkpoint."""
-    manager.save(step, args=ocp.args.StandardSave(state))
+    """Begins to write a checkpoint.
+
+    Raises: TrainingError: it, or the one before it, cannot be written.
+    """
+    needed = _OWN + sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+    try:
+        with _writing(manager.directory):
+            free = shutil.disk_usage(manager.directory).free
+            if needed > free:  # else each of Orbax's threads prints how it failed
+                sizes = f"{needed / 2**20:,.1f} MiB are needed, {free / 2**20:,.1f} are free"
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}")
+            manager.save(step, args=ocp.args.StandardSave(state))
+    except TrainingError as error:
+        error.step = step
+        raise
+
+
+@contextlib.contextmanager
+def _writing(folder: os.PathLike[str]) -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:  # of any type: TensorStore raises ValueError where a disk is full
+        text = " ".join(str(getattr(error, "strerror", None) or error).split())
+        raise TrainingError(f"could not write checkpoints into {folder}: {text[:300]}") from error

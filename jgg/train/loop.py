@@ -132,7 +132,7 @@ class Trainer:
 
         Raises:
           TrainingError: a loss or a trained variable is not finite, which is looked for before each record and each
-            checkpoint; or a checkpoint is damaged or of another model.
+            checkpoint; or a checkpoint is damaged, is of another model or cannot be written.
           Preempted: SIGTERM stopped the run before its last step; the same call goes on from there.
         """
         steps, save_every = as_int("steps", steps, 0), as_int("save_every", save_every, 1)
