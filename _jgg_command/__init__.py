@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 
+from _jgg_command.memory import take_most
 from _jgg_command.parser import parse
 
 
@@ -19,6 +20,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs `jgg` with these arguments, by default the process's, and returns the exit code."""
     # parse ends the process after help or a mistake
     args = parse(_version(), sys.argv[1:] if arguments is None else arguments)
+    take_most()
     with _held_back() as notes:
         import jax
 

@@ -39,9 +39,19 @@ def make_step():
     return step
 
 
+def check(out: Path) -> None:
+    """Ends the process if there is something else than a program of this kind, which would be lost."""
+    if out.exists():
+        try:
+            jax.export.deserialize(bytearray(out.read_bytes()))
+        except Exception as error:  # of any type, for other files
+            raise SystemExit(f"--out must be a new file or an exported program, got {out}") from error
+
+
 def export(target: int, out: Path) -> None:
     import jgg
 
+    check(out)
     with jgg.target(target):
         exported = jgg.export(make_step(), platforms=["cpu", "cuda"])(list(SHAPES), X)
     out.write_bytes(exported.serialize())

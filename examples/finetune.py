@@ -15,6 +15,8 @@ from flax import nnx
 import jgg.data
 import jgg.models
 import jgg.train
+from jgg.cli.options import UsageError
+from jgg.cli.training.results import AdapterOutput
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -41,6 +43,11 @@ def loss_of(model: jgg.models.Decoder, batch):
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
+    output = AdapterOutput(options.output, options.checkpoints)
+    try:
+        output.check("--output", options.output)  # it has no adapter of another run
+    except UsageError as error:
+        raise SystemExit(f"finetune.py: {error}") from error
     tokenizer = jgg.data.load_tokenizer(options.folder)
     ends = jgg.data.stop_tokens(options.folder)
     batches = jgg.data.batches(
@@ -62,8 +69,7 @@ def main(arguments: list[str] | None = None) -> None:
     trainer = jgg.train.Trainer(model, optimizer, loss_of, **settings)
     for record in trainer.fit(batches.of_step, options.steps, first=True, checkpoints=options.checkpoints):
         print(f"step {record.step}: loss {record.metrics[-1]:.4f}, {record.speed}", flush=True)
-    jgg.models.save_adapter(trainer.model, options.output)
-    print(f"wrote {options.output}")
+    print(f"wrote {output.write(trainer.model)}")
 
 
 if __name__ == "__main__":

@@ -38,8 +38,10 @@ import jgg.hf
 import jgg.models
 import jgg.train
 from _jgg_command.arguments import Parser, number, positive_float, positive_int, seed, whole
+from _jgg_command.memory import take_most
 from jgg.cli.errors import enough_memory, one_line
-from jgg.cli.training.folders import check_writable
+from jgg.cli.files import Target, check_files
+from jgg.cli.training.results import AdapterOutput
 from jgg.data import check_vocabulary, encode, load_tokenizer, stop_tokens
 
 EXPERTS = {"bfloat16": "dense", "as-stored": "as stored", "fp8": jgg.Fp8()}
@@ -206,32 +208,46 @@ def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
 
 def train(options: argparse.Namespace) -> None:
     """Trains, prints and writes the adapter; what can be wrong is looked at before the model is loaded."""
+    output = AdapterOutput(options.output)
     with one_line():
-        check_writable("--output", options.output, [options.folder])
+        check = functools.partial(output.check, "--output", options.output)
+        check_files(options, [Target("--output", options.output, "a folder", options.output, check, is_whole=False)])
         config = jgg.models.model_config(jgg.hf.read_config(options.folder))
         sampler = Sampler(options, load_tokenizer(options.folder), config)
         model = load(options)
     optimizer = make_optimizer(options)
     sampler.trainer = jgg.train.Trainer(model, optimizer, loss_of(options), wrt=nnx.LoRAParam, accumulate=True)
     updates, every = options.updates, (options.log_every * options.updates, options.save_every * options.updates)
-    for record in sampler.trainer.fit(sampler.batch_of, options.steps * updates, every=every, first=True):
-        step = -(-record.step // updates)
-        told, sampler.told = np.mean(sampler.told, axis=0), []
-        # only the first update of a batch is of the model that drew it
-        differences = record.metrics[(record.step - len(record.metrics)) % updates :: updates]
-        reward, is_right, length, sampling = told
-        seconds = record.speed.seconds * updates / len(record.metrics)
-        # the first batch is drawn before the first step is timed
-        of_sampling = f"{sampling:.2f} s of it" if step > 1 else f"after {sampling:.0f} s of compiling and"
-        print(
-            f"step {step}: reward {reward:.3f}, {is_right:.0%} right, {length:.1f} tokens, "
-            f"sampler and trainer differ by up to {np.max(differences):.3g}, "
-            f"{seconds:.2f} s a step, {of_sampling} sampling",
-            flush=True,
-        )
-        if step % options.save_every == 0 or step == options.steps:
-            jgg.models.save_adapter(sampler.trainer.model, options.output)
-    print(f"wrote {options.output}")
+    last = options.steps * updates
+    saved_after = {*range(every[1], last, every[1]), last}
+    for record in sampler.trainer.fit(sampler.batch_of, last, every=every, first=True):
+        report(record, sampler, updates)
+        if record.step in saved_after:
+            output.write(sampler.trainer.model)
+    print(f"wrote {output.folder}")
+
+
+def report(record: jgg.train.Record, sampler: Sampler, updates: int) -> None:
+    """Prints what was measured of the batches since the last report."""
+    if not sampler.told:  # the record has later updates alone, of a batch that is reported already
+        return
+    step = -(-record.step // updates)
+    (reward, is_right, length, sampling), sampler.told = np.mean(sampler.told, axis=0), []
+    seconds = record.speed.seconds * updates / len(record.metrics)
+    # the first batch is drawn before the first step is timed
+    of_sampling = f"{sampling:.2f} s of it" if step > 1 else f"after {sampling:.0f} s of compiling and"
+    print(
+        f"step {step}: reward {reward:.3f}, {is_right:.0%} right, {length:.1f} tokens, "
+        f"sampler and trainer differ by up to {np.max(of_first_updates(record, updates)):.3g}, "
+        f"{seconds:.2f} s a step, {of_sampling} sampling",
+        flush=True,
+    )
+
+
+def of_first_updates(record: jgg.train.Record, updates: int) -> np.ndarray:
+    """The differences of each batch's first update: later ones are of another model than the one that drew it."""
+    steps = np.arange(record.step - len(record.metrics), record.step)  # from 0
+    return record.metrics[steps % updates == 0]
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -268,9 +284,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     def run(options: argparse.Namespace) -> int:
         with enough_memory("--problems, --samples or --lora-rank, or more of --accumulate or --remat"):
-            train(options)
+            try:
+                train(options)
+            except jgg.train.TrainingError as error:
+                raise SystemExit(f"grpo.py: {error}") from error
         return 0
 
+    take_most()
     if code := jgg.cli.run(parse(arguments), run):  # which tells mistakes in one line
         raise SystemExit(code)
 

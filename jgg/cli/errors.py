@@ -1,6 +1,7 @@
 """Turns what can go wrong with files, options and memory into one line."""
 
 import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -35,7 +36,19 @@ def enough_memory(options: str) -> Iterator[None]:
         text = " ".join(str(error).split())[:200]
         if isinstance(error, jax.errors.JaxRuntimeError) and not text.startswith("RESOURCE_EXHAUSTED"):
             raise
-        raise SystemExit(f"jgg: memory runs out: take less of {options} ({text})") from error
+        raise SystemExit(f"jgg: memory runs out: take less of {options}{_share_of_gpu()} ({text})") from error
+
+
+def _share_of_gpu() -> str:
+    """How much of the GPU's memory JAX may use, and by which setting; nothing without a GPU."""
+    if jax.default_backend() != "gpu":
+        return ""
+    names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"
+    name = next(filter(os.environ.get, names), names[1])
+    share = float(os.environ.get(name) or 0.75)
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    size = "" if limit is None else f", {limit / 2**30:.1f} GiB"
+    return f"; JAX may use {share:.0%} of the GPU's memory{size}, and more with {name} above {share:g}"
 
 
 @contextlib.contextmanager

@@ -1,13 +1,15 @@
 """Writes whole files, one process at a time; reads files that no other user wrote; finds the folder for caches."""
 
 import contextlib
+import errno
 import functools
+import itertools
 import logging
 import os
 import secrets
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import platformdirs
@@ -31,9 +33,7 @@ def replace_text(path: Path, text: str, mode: int = 0o666) -> Path:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yields the name of a temporary file or folder to write, which then replaces `path`; after an error it is removed.
-
-    A folder replaces only an empty one.
+    """Yields the name of a temporary file to write, which then replaces `path`; after an error it is removed.
 
     A reader of `path` finds the old content or the new, even if this process is killed while it writes.
     """
@@ -42,8 +42,6 @@ def replacing(path: Path) -> Iterator[Path]:
         yield temporary
         temporary.replace(path)
     finally:
-        if temporary.is_dir():
-            shutil.rmtree(temporary, ignore_errors=True)
         with contextlib.suppress(OSError):
             temporary.unlink()
 
@@ -119,31 +117,61 @@ def warn_once(message: str) -> None:
     _logger.warning(message)
 
 
-@contextlib.contextmanager
-def filling(folder: Path, last: str) -> Iterator[Path]:
-    """Yields a temporary folder to write, whose files become those of `folder`; after an error it is removed.
+def fill(
+    folder: Path, last: str, write: Callable[[Path], None], may_replace: Callable[[Path], bool] = lambda folder: False
+) -> Path:
+    """Has `write` fill a temporary folder, and moves its files to `folder`; after an error they are removed.
 
-    A folder that is not there appears whole. One that is there, and empty, may be a mount point or the working folder,
-    which nothing can replace: it gets the files one after the other, and the file named `last` after all others.
+    A folder that is not there appears whole. One that is there may be a mount point or the working folder, which
+    nothing can replace: it gets the files one after the other, and the file named `last` after all others. If it is not
+    empty by then, all files go to a new folder next to it, such as folder-2, or into it where only that takes files.
+
+    Args:
+      write: function of the temporary folder.
+      may_replace: whether the files may go into a folder that is not empty.
+
+    Returns: `folder`, or the other folder that has the files.
     """
-    folder = Path(os.path.realpath(folder))
-    if not folder.exists():
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(folder) as temporary:
-            temporary.mkdir()
-            yield temporary
-        return
-    temporary = folder / f".{secrets.token_hex(8)}"
+    asked, folder = folder, Path(os.path.realpath(folder))
+    name = f".{folder.name}.{secrets.token_hex(8)}"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    temporary = (folder if folder.is_dir() else folder.parent) / name
     temporary.mkdir()
     try:
-        yield temporary
-        others = sorted(path.name for path in folder.iterdir() if path != temporary)
-        if others:
-            raise FileExistsError(f"{folder} must stay empty while it is written, got {', '.join(others)}.")
-        for file in sorted(temporary.iterdir(), key=lambda file: file.name == last):
-            file.rename(folder / file.name)
+        write(temporary)
+        if _has_moved(temporary, folder):
+            return asked
+        if folder.is_dir() and ({path.name for path in folder.iterdir()} <= {name} or may_replace(folder)):
+            for file in sorted(temporary.iterdir(), key=lambda file: file.name == last):
+                file.replace(folder / file.name)
+            return asked
+        return _moved_next_to(folder, temporary)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _has_moved(made: Path, folder: Path) -> bool:
+    """Renames a folder if nothing, or an empty folder, is at its new path; returns whether it did."""
+    if folder in made.parents:
+        return False
+    try:
+        made.rename(folder)
+        return True
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR, errno.EBUSY):  # the last: a mount point
+            raise
+        return False
+
+
+def _moved_next_to(folder: Path, made: Path) -> Path:
+    for parent in (folder.parent, folder):
+        try:
+            places = (parent / f"{folder.name}-{number}" for number in itertools.count(2))
+            return next(place for place in places if not os.path.lexists(place) and _has_moved(made, place))
+        except OSError:  # another file system, or a folder that others own
+            if parent == folder:
+                raise
+    raise AssertionError("the loop returns or raises")
 
 
 def check_regular(path: Path) -> None:

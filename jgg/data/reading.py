@@ -32,9 +32,9 @@ def rows(path: str | os.PathLike[str]) -> Iterator[tuple[str, Any]]:
         check_regular(path)
         with path.open("rb") as file:
             start = file.read(6)
+        yield from table_rows(path) if start.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")) else _lines(path)
     except OSError as error:
         raise type(error)(f"{path} must be a file that can be read: {error.strerror}") from error
-    yield from table_rows(path) if start.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")) else _lines(path)
 
 
 def _files_of_dataset(folder: Path) -> list[Path]:

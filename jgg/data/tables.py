@@ -5,6 +5,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from jgg.core.files import check_regular
+
 KINDS = {"prompt", "completion"}, {"text"}, {"messages"}  # the columns of each kind of row
 COLUMNS = *("prompt", "completion", "text", "messages"), *("tools", "weight")
 ROWS_AT_ONCE = 256
@@ -23,19 +25,36 @@ def table_rows(path: Path) -> Iterator[tuple[str, Any]]:
     except ImportError as error:
         raise ImportError("parquet and Arrow files need pyarrow: pip install pyarrow") from error
     number = 0
+    check_regular(path)
     try:
         with _opened(path) as (names, batches):
             if not any(kind <= set(names) for kind in KINDS):
                 expected = '"prompt" and "completion", "text" or "messages"'
                 raise ValueError(f"{path} must have the columns {expected}, got {', '.join(names) or 'none'}")
             own = [name for name in COLUMNS if name in names]
+            twice = [name for name in own if names.count(name) > 1]
+            if twice:
+                raise ValueError(f"{path} must have each column once, got several of the name {twice[0]}")
             for batch in batches(own):
                 for start in range(0, batch.num_rows, ROWS_AT_ONCE):
-                    for row in batch.slice(start, ROWS_AT_ONCE).select(own).to_pylist():
+                    for row in _python_rows(batch.slice(start, ROWS_AT_ONCE).select(own), path, number + 1):
                         number += 1
                         yield f"{path}:{number}", without_nulls(row)
-    except (pa.ArrowException, OSError) as error:  # pyarrow raises OSError for what is cut off too
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:  # the second of what is cut off, too
         raise ValueError(f"{path} must be a whole parquet or Arrow file: {' '.join(str(error).split())}") from error
+
+
+def _python_rows(batch: Any, path: Path, first: int) -> list[Any]:
+    """The rows of a batch, the first of which has the number `first`; raises ValueError that names a wrong one."""
+    try:
+        return batch.to_pylist()
+    except Exception as error:  # of any type, for values that Python cannot hold
+        if batch.num_rows > 1:
+            return [row for n in range(batch.num_rows) for row in _python_rows(batch.slice(n, 1), path, first + n)]
+        name, text = f"{path}:{first}", " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        if isinstance(error, UnicodeDecodeError):
+            raise ValueError(f"{name} must be UTF-8, got the byte {error.object[error.start]:#04x}") from error
+        raise ValueError(f"{name} must have values that Python can hold, got {text}") from error
 
 
 def without_nulls(value: Any) -> Any:

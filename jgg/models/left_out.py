@@ -53,7 +53,7 @@ class LeftOut:
             warnings.warn(
                 f"jgg.models.save writes no {', '.join(missing)}: {self.folder}, which the model was loaded from, has "
                 "none any longer.",
-                stacklevel=4,
+                stacklevel=6,
             )
 
     def opened(self) -> tuple[Checkpoint, dict[str, Header]] | None:

@@ -3,6 +3,7 @@
 import collections
 import itertools
 import json
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from jgg.core.arguments import as_int, as_path, check, check_instance
-from jgg.core.files import filling, is_new_or_empty, share_as_usual
+from jgg.core.files import fill, is_new_or_empty, share_as_usual
 from jgg.core.quantized import BLOCK, QuantizedArray, block_of
 from jgg.hf.checkpoints import INDEX, SINGLE, to_hf
 from jgg.models.decoder import Decoder
@@ -35,7 +36,8 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
     A loaded model is written bit for bit, as long as its parameters have the dtypes of the files. Experts in FP8 are
     written in blocks of 128 x 128 with float32 scales, as DeepSeek-V3's are; all else is dense. A new folder appears
     when all of it is written. An empty one, such as a mount point, gets the files when all are written, config.json
-    last.
+    last. If something else is in the folder by then, the model goes next to it, into folder-2 or the next free name, and
+    a warning says where.
 
     Tensors of the loaded folder that the model does not have, such as a vision tower's, are copied too, those in FP8
     dense unless the new folder has experts in the same format. What is there no longer is left out, with a warning.
@@ -93,12 +95,19 @@ def _write_folder(model: Decoder, config: dict[str, Any], folder: Path, limit: i
     how = config.get("quantization_config", {})
     if how.get("quant_method") == "fp8":
         how["modules_to_not_convert"] = sorted({*how["modules_to_not_convert"], *copies.dense_modules})
-    with filling(folder, last=_CONFIG) as temporary:
+
+    def write(temporary: Path) -> None:
         _write_shards(itertools.chain(_tensors(model, config), copies), temporary, limit)
         if model.config.left_out is not None:
             model.config.left_out.copy_files(temporary)
         text = model.config.source if config == model.config.hf else json.dumps(config, indent=2) + "\n"
         (temporary / _CONFIG).write_text(text, encoding="utf-8")
+
+    place = fill(folder, _CONFIG, write)
+    if place != folder:
+        warnings.warn(
+            f"{folder} was not empty any longer when the model was written, so it is in {place}", stacklevel=3
+        )
 
 
 def _config(model: Decoder) -> dict[str, Any]:

@@ -1,7 +1,9 @@
 """Saves the state of training by Orbax, in the background, and restores the last one if it is whole."""
 
 import contextlib
+import errno
 import os
+import shutil
 import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,9 +19,17 @@ from jgg.train.state import is_key
 
 Arrays = Mapping[str, Any]  # by their names
 
+_OWN = 2**22  # bytes that Orbax needs for a checkpoint besides its arrays
+
 
 class TrainingError(RuntimeError):
-    """Training cannot go on, for the reason that the message names."""
+    """Training cannot go on, for the reason that the message names.
+
+    Attributes:
+      step: the last step that was made, where its checkpoint could not be written; else None.
+    """
+
+    step: int | None = None
 
 
 class FrozenWeights:
@@ -80,8 +90,17 @@ def save(manager: Any, step: int, arrays: Arrays, weights: FrozenWeights) -> Non
     # Orbax refers to what it gets until that is written, and a step takes arrays that nothing else refers to
     state = {name: _alias(array) for name, array in saved.items() if array.size}
     items = ocp.args.Composite(about=ocp.args.JsonSave(about), state=ocp.args.StandardSave(state))
-    with _writing(manager.directory):
-        manager.save(step, args=items)
+    needed = _OWN + sum(array.nbytes for array in state.values())
+    try:
+        with _writing(manager.directory):
+            free = shutil.disk_usage(manager.directory).free
+            if needed > free:  # else each of Orbax's threads prints how it failed
+                sizes = f"{needed / 2**20:,.1f} MiB are needed, {free / 2**20:,.1f} are free"
+                raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: {sizes}")
+            manager.save(step, args=items)
+    except TrainingError as error:
+        error.step = step
+        raise
 
 
 @contextlib.contextmanager
@@ -89,7 +108,7 @@ def _writing(folder: os.PathLike[str]) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # of any type: TensorStore raises ValueError where a disk is full
-        text = " ".join(str(error).split())
+        text = " ".join(str(getattr(error, "strerror", None) or error).split())
         raise TrainingError(f"could not write checkpoints into {folder}: {text[:300]}") from error
 
 

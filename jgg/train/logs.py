@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -12,6 +13,7 @@ from jgg.core.files import replace_text
 
 _PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 TRACKERS = tuple(_PACKAGES)
+_START, _LONGEST = b'{"step": ', 2**16  # of a line, in bytes
 
 
 class Log:
@@ -22,7 +24,8 @@ class Log:
                 log.write(record.step, {"loss": record.metrics["loss"].mean()})
 
     A run that resumes from a checkpoint continues the file. Of the lines that were written before it was stopped, those
-    of the first step that it writes, and of later steps, are removed. So a new run replaces the whole file.
+    of the first step that it writes, and of later steps, are removed. So a new run replaces the whole file. A file that
+    is there and is no log, such as data, is not touched.
 
     Args:
       path: the file, in a folder that exists.
@@ -32,6 +35,7 @@ class Log:
       settings: the options of the run, for trackers that show them.
 
     Raises:
+      FileExistsError: the file is there and is no log.
       ValueError: a tracker is none of these.
       ImportError: its package is not installed.
     """
@@ -48,6 +52,7 @@ class Log:
         for name in trackers:
             if name not in TRACKERS:
                 raise ValueError(f"trackers must be of {', '.join(TRACKERS)}, got {name!r}.")
+        check_log(self.path)
         self._modules = {name: _imported(_PACKAGES[name], name) for name in trackers}
         self._trackers: list[tuple[Callable[[int, dict[str, float]], Any], Callable[[], Any]]] | None = None
 
@@ -62,7 +67,7 @@ class Log:
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
         """Writes what was measured at a step; None is left out.
 
-        Raises: OSError: the file cannot be written.
+        Raises: OSError: the file cannot be written, or has become something else than a log.
         """
         known = {name: float(value) for name, value in values.items() if value is not None}
         if self._trackers is None:
@@ -80,7 +85,10 @@ class Log:
 
     def _begin(self, step: int) -> None:
         """Drops the lines of steps from this one on, and starts the trackers."""
-        lines = self.path.read_text(encoding="utf-8").splitlines(keepends=True) if self.path.exists() else []
+        check_log(self.path)
+        # a damaged line may have any bytes
+        text = self.path.read_text(encoding="utf-8", errors="replace") if self.path.exists() else ""
+        lines = text.splitlines(keepends=True)
         replace_text(self.path, "".join(line for line in lines if (_step_of(line) or step) < step))
         start = {"tensorboard": self._tensorboard, "wandb": self._wandb}
         self._trackers = [start[name](module, step) for name, module in self._modules.items()]
@@ -97,6 +105,31 @@ class Log:
     def _wandb(self, module: Any, step: int) -> tuple[Callable[[int, dict[str, float]], Any], Callable[[], Any]]:
         run = module.init(name=self.path.stem, config=self._settings)
         return lambda step, values: run.log(values, step=step), run.finish
+
+
+def check_log(path: Path) -> None:
+    """Raises FileExistsError, or another OSError, if there is something else than a log at a path.
+
+    Each line of a log has a step and numbers. Lines may be cut off, as where a process was killed while it wrote.
+    """
+    if not path.exists():
+        return
+    if not path.is_file():
+        raise FileExistsError(f"{path} must be a file, got a {'folder' if path.is_dir() else 'pipe or a device'}")
+    with path.open("rb") as file:
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST), b""), 1):
+            if not _is_of_log(line):
+                got = line[:80].decode(errors="replace").strip()
+                raise FileExistsError(f"{path}:{number} must be a line of a log, got {got}: choose another name")
+
+
+def _is_of_log(line: bytes) -> bool:
+    if not line.startswith(_START):
+        return False
+    try:
+        return all(isinstance(value, int | float) for value in json.loads(line).values())
+    except ValueError:
+        return b'": "' not in line  # cut off
 
 
 def _imported(package: str, tracker: str) -> Any:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from jgg.core.files import replace_text
+from jgg.core.files import check_regular, replace_text
 
 
 def note_run(path: Path, options: Mapping[str, Any], noted: Mapping[str, Any], comment: str = "") -> None:
@@ -29,6 +29,15 @@ def changes(path: Path, options: Mapping[str, Any], noted: Mapping[str, Any], fr
     return _changes(before, _plain(options), free) + _changes(before_noted, _plain(noted), ())
 
 
+def check_notes(path: Path) -> None:
+    """Raises FileExistsError or ValueError if there is something else than the notes of a run at a path.
+
+    Raises: ValueError: it is no TOML file. OSError: it cannot be read.
+    """
+    if path.exists() and not _read(path)[1]:
+        raise FileExistsError(f"{path} is there and notes no run: choose another name")
+
+
 def noted_in(path: Path) -> dict[str, Any]:
     """The further values that a file notes of a run.
 
@@ -39,6 +48,7 @@ def noted_in(path: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The options in a file, and the further values."""
+    check_regular(path)
     try:
         options = tomllib.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:

@@ -62,9 +62,9 @@ def step_of(
         parts: Any = nnx.split_state(nnx.merge_state(state, after), wrt, ...)
         params, rest = parts
         updates, opt_state = optimizer.update(gradients, opt_state, params)
-        params = optax.apply_updates(params, updates)
-        is_finite = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]).all()
-        return (nnx.merge_state(params, rest), opt_state), (jnp.where(is_finite, value, jnp.nan), metrics)
+        new: Any = optax.apply_updates(params, updates)
+        is_finite = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(new)]).all()
+        return (nnx.merge_state(new, rest), opt_state), (jnp.where(is_finite, value, jnp.nan), metrics)
 
     return step
 

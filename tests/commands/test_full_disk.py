@@ -1,15 +1,24 @@
 """Commands that cannot write files: what was measured is printed, and one line says which files and why."""
 
+import collections
 import dataclasses
 import json
+from unittest import mock
 
+import jax.numpy as jnp
+import optax
 import pytest
+from flax import nnx
 
+import jgg.train
 from _jgg_command import main
 from jgg import tuning
 from jgg.cli.demo import train
+from jgg.cli.training import finetune, loop, results
 from jgg.measuring.workloads import gemm
+from jgg.train import checkpoints
 from tests.support.demo import settings
+from tests.support.models import folder_with_tokenizer
 
 NO_SPACE = OSError(28, "No space left on device")
 SIZES = ["--m", "32", "--k", "16", "--n", "16", "--experts", "2"]
@@ -125,7 +134,69 @@ def test_a_picture_that_cannot_be_drawn_leaves_the_old_one(tmp_path, monkeypatch
 
     monkeypatch.setattr(Figure, "savefig", savefig)
     (tmp_path / "out.png").write_text("old")
+    (tmp_path / "out.json").write_text('{"config": 1, "final": 2, "history": 3}')
     assert main(["demo", "--quiet", "--out", str(tmp_path / "out")]) == 1
     assert f"jgg: could not write {tmp_path / 'out.png'}: No space left on device" in capsys.readouterr().err
     assert (tmp_path / "out.png").read_text() == "old"
     assert {path.name for path in tmp_path.iterdir()} == {"out.png", "out.json"}
+
+
+def test_a_checkpoint_that_finds_no_room_ends_training(tmp_path, monkeypatch):
+    """Before Orbax begins, whose threads would print how each of them failed; and whatever Orbax raises."""
+    used = collections.namedtuple("Usage", "total used free")
+
+    def fit(folder):
+        model = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+        trainer = jgg.train.Trainer(model, optax.sgd(0.1), lambda model, x: (jnp.mean(model(x)), ()))
+        return list(trainer.fit(lambda _: jnp.ones((1, 2)), 3, checkpoints=folder, save_every=2))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(checkpoints.shutil, "disk_usage", lambda _: used(9, 9, 2**20))
+        message = r"could not write checkpoints into .*/a: No space left on device: 4\.0 MiB are needed, 1\.0 are free"
+        with pytest.raises(jgg.train.TrainingError, match=message) as raised:
+            fit(tmp_path / "a")
+    assert raised.value.step == 2
+    for name in ("save", "close"):
+        with monkeypatch.context() as patched:
+            patched.setattr(checkpoints.ocp.CheckpointManager, name, mock.Mock(side_effect=NO_SPACE))
+            with pytest.raises(jgg.train.TrainingError, match=r"could not write checkpoints into .*: No space left"):
+                fit(tmp_path / name)
+
+
+@pytest.mark.parametrize("is_log", [False, True])
+@pytest.mark.parametrize("last", [2, 3])
+def test_what_was_learned_is_saved_if_only_the_end_of_a_log_or_a_checkpoint_is_not(
+    is_log, last, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    folder_with_tokenizer("qwen3_moe", tmp_path / "model")
+    (tmp_path / "data.jsonl").write_text('{"text": "t1 t2"}\n')
+    record = jgg.train.Record(last, {}, None)
+
+    def records(*_):
+        if is_log:
+            yield record
+        error = jgg.train.TrainingError("could not write checkpoints into ck: full")
+        error.step = last
+        raise error
+
+    def write(*_):
+        raise NO_SPACE
+
+    monkeypatch.setattr(finetune, "_load", lambda *_: "model")
+    monkeypatch.setattr(results.AdapterOutput, "write", lambda *_: "where")
+    monkeypatch.setattr(loop, "_trainer_of", lambda *_: mock.Mock(model="model"))
+    monkeypatch.setattr(loop, "_records", records)
+    monkeypatch.setattr(loop, "_measured", lambda *_: {"loss": 1.0})
+    monkeypatch.setattr(loop, "in_words", lambda *_: "step")
+    monkeypatch.setattr(jgg.train.Log, "write", write)
+    what = f"{tmp_path}/out.jsonl: No space left on device" if is_log else "checkpoints into ck: full"
+    message = f"jgg: could not write {what}"
+    arguments = ["finetune", "model", "--data", "data.jsonl", "--output", "out", "--steps", "3"]
+    if last < 3:
+        with pytest.raises(SystemExit, match=f"^{message}$"):
+            main(arguments)
+        return
+    assert main(arguments) == 1
+    printed = capsys.readouterr()
+    assert printed.err == f"{message}\n" and printed.out.endswith("\nwrote where\n")

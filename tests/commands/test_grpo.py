@@ -1,7 +1,9 @@
 """examples/grpo.py: its loss is the formula's, and a model learns what it is rewarded for."""
 
 import argparse
+import itertools
 import re
+import shutil
 
 import grpo
 import jax
@@ -11,6 +13,8 @@ import pytest
 from flax import nnx
 
 import jgg.models
+import jgg.train
+from jgg.cli.training.results import AdapterOutput
 from tests.support.models import folder_with_tokenizer
 
 
@@ -107,7 +111,7 @@ def test_a_few_steps_have_a_rate(steps):
 @pytest.mark.parametrize(
     "options",
     [
-        ["--updates", "2", "--replay", "--kl", "0.001"],
+        ["--updates", "3", "--replay", "--kl", "0.001"],
         pytest.param(["--accumulate", "2", "--batch-invariant"], marks=pytest.mark.sweep),
     ],
     ids=["replay", "accumulate"],
@@ -127,10 +131,45 @@ def test_a_model_learns_what_it_is_rewarded_for(options, tmp_path, capsys, monke
     assert [int(step) for step, *_ in lines] == [1, 4, 8, 12, 16]
     rewards, differences = ([float(line[place]) for line in lines] for place in (1, 2))
     assert rewards[0] < 0.1 and rewards[-1] > 0.8
-    assert max(differences) < 1e-4
+    assert max(differences) < 1e-4  # later updates of a batch differ by more
     model = jgg.models.load(folder, dtype=jnp.float32)
     jgg.models.load_adapter(model, tmp_path / "adapter")
     assert jgg.models.generate(model, [[5, 6]], 2).tolist() == [[9, 9]]
+
+
+def test_every_report_has_first_updates_alone(capsys):
+    """With any number of updates, and where a record has later updates alone."""
+    for updates, every in itertools.product((1, 2, 3, 5), (1, 2, 4)):
+        ends = [1, *range(every * updates, 8 * updates + 1, every * updates)]
+        sampler = argparse.Namespace(told=[])
+        for start, end in itertools.pairwise(dict.fromkeys([0, *ends])):
+            is_first = np.arange(start, end) % updates == 0
+            sampler.told += [(0.5, 0.5, 1.0, 0.1)] * int(is_first.sum())
+            record = jgg.train.Record(end, np.where(is_first, 0.25, 9.0), argparse.Namespace(seconds=1.0))
+            assert len(grpo.of_first_updates(record, updates)) == is_first.sum() == len(sampler.told)
+            grpo.report(record, sampler, updates)
+        lines = capsys.readouterr().out.splitlines()
+        assert len(lines) >= 8 // every and all("differ by up to 0.25, " in line for line in lines)
+
+
+def test_an_adapter_of_another_run_stays(tmp_path, capsys):
+    """As by `jgg finetune`: refused at the start, and not replaced if it comes later."""
+    folder, output = folder_with_tokenizer("qwen3_moe", tmp_path / "model"), tmp_path / "adapter"
+    for named, reason in ((output, "which has an adapter"), (folder, "which FOLDER reads")):
+        output.mkdir(exist_ok=True)
+        (output / "adapter_config.json").write_text("another's")
+        with pytest.raises(SystemExit) as ended:
+            grpo.main([str(folder), "--output", str(named)])
+        assert ended.value.code == 2 and capsys.readouterr().err.endswith(f"got {named}, {reason}\n")
+    shutil.rmtree(output)
+    runs = [(AdapterOutput(output), jgg.models.load(folder, lora_rank=2, rngs=nnx.Rngs(seed))) for seed in range(2)]
+    for adapter, _ in runs:
+        adapter.check("--output", output)
+    own, others = runs
+    places = [adapter.write(model) for adapter, model in (own, own, others, others, own)]
+    assert [place.name for place in places] == ["adapter", "adapter", "adapter-2", "adapter-2", "adapter"]
+    told = f"jgg: {output} was taken while this run went on, so its result is in {output}-2\n"
+    assert capsys.readouterr().err == told
 
 
 WRONG = {

@@ -1,11 +1,13 @@
 """Folders that jgg.models writes are those that it read, bit for bit, and wrong ones are named."""
 
+import errno
 import json
 import re
 import shutil
 import sys
 import tracemalloc
 import zlib
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -106,16 +108,47 @@ def test_an_empty_folder_stays_empty_after_an_error(tmp_path, monkeypatch):
     model = jgg.models.load(DATA / "qwen3_moe")
 
     def fails(tensors, path, **metadata):
-        (tmp_path / "other").touch()
         path.touch()
+        raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("safetensors.numpy.save_file", fails)
-    with pytest.raises(FileExistsError, match=r"must stay empty while it is written, got other"):
-        jgg.models.save(model, tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["other"]
+    for folder in (tmp_path, tmp_path / "new"):
+        with pytest.raises(OSError, match="No space left"):
+            jgg.models.save(model, folder)
+    assert not any(tmp_path.iterdir())
     (tmp_path / "loop").symlink_to(tmp_path / "loop")
     with pytest.raises(FileExistsError, match="folder must be new or an empty folder"):
         jgg.models.save(model, tmp_path / "loop")
+
+
+@pytest.mark.parametrize("is_there", [False, True])
+@pytest.mark.parametrize("is_mount", [False, True])
+def test_a_model_goes_next_to_a_folder_that_is_taken_while_it_is_written(is_there, is_mount, tmp_path, monkeypatch):
+    """Or into it, where the folder around it is on another file system."""
+    model, folder, rename = jgg.models.load(DATA / "qwen3_moe"), tmp_path / "new", Path.rename
+    if is_there:
+        folder.mkdir()
+    (tmp_path / "new-2").touch()
+
+    def taken(*arguments, **options):
+        folder.mkdir(exist_ok=True)
+        (folder / "config.json").write_text("another's")
+        save_file(*arguments, **options)
+
+    def cannot_leave(path, target):
+        if is_mount and path.parent == folder and target.parent != folder:
+            raise OSError(errno.EXDEV, "Invalid cross-device link")
+        return rename(path, target)
+
+    monkeypatch.setattr("safetensors.numpy.save_file", taken)
+    monkeypatch.setattr(Path, "rename", cannot_leave)
+    place = folder / "new-2" if is_there and is_mount else tmp_path / "new-3"
+    with pytest.warns(UserWarning, match=f"new was not empty any longer .* so it is in {place}$") as warned:
+        jgg.models.save(model, folder)
+    assert warned[0].filename == __file__
+    assert_same_folder(place, DATA / "qwen3_moe")
+    assert (folder / "config.json").read_text() == "another's"
+    assert not any(path.name.startswith(".") for path in (*folder.iterdir(), *tmp_path.iterdir()))
 
 
 FIRST_TENSORS = """

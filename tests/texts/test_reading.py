@@ -116,11 +116,11 @@ def test_what_is_no_file_is_named(tmp_path):
 
 
 def write_table(path, rows, kind, schema=None):
-    """Writes rows as parquet in small groups, as an Arrow file, or as a stream, as datasets does."""
+    """Writes rows, or a table, as parquet in small groups, as an Arrow file, or as a stream, as datasets does."""
     pa = pytest.importorskip("pyarrow")
     import pyarrow.parquet as pq
 
-    table = pa.Table.from_pylist(rows, schema)
+    table = rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows, schema)
     if kind == "parquet":
         pq.write_table(table, path, row_group_size=2)
     else:
@@ -166,6 +166,29 @@ def test_tables_that_are_empty_damaged_or_of_other_columns(kind, tmp_path):
     (tmp_path / "cut").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match=r"cut must be a whole parquet or Arrow file"):
         read(tmp_path / "cut")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_wrong_row_of_a_table_is_named(kind, tmp_path):
+    pa = pytest.importorskip("pyarrow")
+
+    def error(names, *columns):
+        write_table(tmp_path / "table", pa.Table.from_arrays(list(columns), names), kind)
+        with pytest.raises(ValueError, match=re.escape(f"{tmp_path}/table")) as raised:
+            read(tmp_path / "table")
+        return str(raised.value).removeprefix(f"{tmp_path}/")
+
+    texts = [b"one"] * 600
+    texts[555] = b"caf\xe9"
+    latin = pa.array(texts, pa.binary()).view(pa.string())
+    assert error(["text"], latin) == "table:556 must be UTF-8, got the byte 0xe9"
+    one = pa.array(["one"])
+    assert error(["text", "text"], one, one) == "table must have each column once, got several of the name text"
+    message = pa.StructArray.from_arrays([one, one, one], names=["role", "content", "content"])
+    messages = pa.ListArray.from_arrays([0, 1], message)
+    assert error(["messages"], messages).startswith("table:1 must have values that Python can hold, got ValueError: ")
+    day = pa.array([2**30], pa.date32())  # in the year 2,942,000
+    assert error(["text"], day).startswith("table:1 must have values that Python can hold, got OverflowError: ")
 
 
 def test_a_folder_of_datasets_has_its_files_in_order(tmp_path):

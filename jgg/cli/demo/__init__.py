@@ -5,13 +5,17 @@ carries for `help()`. Needs no network. Writes PREFIX.png, PREFIX.json and, with
 """
 
 import dataclasses
+import functools
+import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
 from jgg.cli import options
+from jgg.cli.files import Target, check_files, check_new, check_results
 from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.cli.output import Output
-from jgg.core.files import is_new_or_empty, replace_text
+from jgg.core.files import replace_text
 from jgg.linear.fp8 import Fp8
 
 HEAD_DIM = 64
@@ -47,8 +51,7 @@ class Settings:
             raise UsageError(f"--topk {args.topk} is more than --experts {args.experts}")
         if args.hidden % HEAD_DIM:
             raise UsageError(f"--hidden must be a multiple of {HEAD_DIM}, got {args.hidden}")
-        if args.save is not None and not is_new_or_empty(Path(args.save)):
-            raise UsageError(f"--save must be new or an empty folder, got {args.save}")
+        check_files(args, _targets(args))
         options.check_implementation(args.implementation)
         values: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
         values["dtype"] = args.dtype or options.default_dtype()
@@ -63,6 +66,23 @@ class Settings:
     def arithmetic(self) -> str:
         """The dtypes of the computation, in words."""
         return f"{self.dtype} with experts in FP8" if self.fp8 else self.dtype
+
+
+def _targets(args) -> Iterator[Target]:
+    """What the demo writes. A picture is the demo's where the results next to it are."""
+    own = functools.partial(Target, "--out", Path(args.out))
+    results, picture = Path(f"{args.out}.json"), Path(f"{args.out}.png")
+    check = functools.partial(check_results, results, "config", "final", "history")
+    yield own("the file of its results", results, check)
+    yield own("its picture", picture, functools.partial(_check_picture, picture, results))
+    if args.save is not None:
+        folder = Path(args.save)
+        yield Target("--save", folder, "a folder", folder, functools.partial(check_new, "--save", folder))
+
+
+def _check_picture(picture: Path, results: Path) -> None:
+    if os.path.lexists(picture) and not picture.is_dir() and not results.exists():
+        raise ValueError(f"{picture} is there without {results.name}, so it is not the demo's: choose another name")
 
 
 def run(args) -> int:

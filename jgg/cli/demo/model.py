@@ -11,7 +11,7 @@ from flax import nnx
 
 import jgg.models
 from jgg.cli.demo import HEAD_DIM, Settings
-from jgg.core.files import replace_text
+from jgg.core.files import fill, replace_text
 
 NUM_BYTES = 256
 
@@ -82,12 +82,19 @@ def sample(model: jgg.models.Decoder, key, prompt: bytes, length: int, temperatu
     return prompt + bytes(new[0].tolist())
 
 
-def save(model: jgg.models.Decoder, folder: Path) -> None:
-    """Writes the model and its tokenizer, whose tokens are bytes, into a new or empty Hugging Face folder."""
-    jgg.models.save(model, folder)
-    replace_text(folder / "tokenizer.json", json.dumps(_tokenizer(), indent=2) + "\n")
-    own = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    replace_text(folder / "tokenizer_config.json", json.dumps(own, indent=2) + "\n")
+def save(model: jgg.models.Decoder, folder: Path) -> Path:
+    """Writes the model and its tokenizer, whose tokens are bytes, into a Hugging Face folder, and returns it.
+
+    This is `folder`, or one next to it if there is something in it by now.
+    """
+
+    def write(place: Path) -> None:
+        jgg.models.save(model, place)
+        replace_text(place / "tokenizer.json", json.dumps(_tokenizer(), indent=2) + "\n")
+        own = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+        replace_text(place / "tokenizer_config.json", json.dumps(own, indent=2) + "\n")
+
+    return fill(folder, "config.json", write)
 
 
 def _tokenizer() -> dict:

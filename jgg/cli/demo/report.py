@@ -67,8 +67,8 @@ def as_json(result: Result) -> str:
     return json.dumps(content, indent=2) + "\n"
 
 
-def write_plot(result: Result, path: Path) -> None:
-    """Draws the loss against the steps, and the load of each expert."""
+def write_plot(result: Result, path: Path) -> Path:
+    """Draws the loss against the steps, and the load of each expert; returns the file."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     losses, loads = figure.subplots(1, 2)
     figure.suptitle(f"{summary(result)} ({result.implementation}, {devices()[0].kind})")
@@ -90,3 +90,4 @@ def write_plot(result: Result, path: Path) -> None:
     figure.colorbar(image, ax=loads)
     with replacing(path) as temporary:
         figure.savefig(temporary, format="png", dpi=120)
+    return path

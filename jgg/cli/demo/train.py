@@ -89,9 +89,9 @@ class Demo:
             raise SystemExit(f"jgg: {error}") from error
         return self.result
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> Path:
         """Writes the model and its tokenizer into a new or empty folder."""
-        save(self._trainer.model, folder)
+        return save(self._trainer.model, folder)
 
     def _fit(self):
         steps = self.settings.steps

@@ -1,6 +1,7 @@
 """Runs `jgg evaluate`: loads the model once, and measures it by files and by tasks."""
 
 import argparse
+import functools
 import json
 from typing import Any
 
@@ -11,12 +12,14 @@ import jgg.models
 from jgg.cli.console import number, print_table
 from jgg.cli.errors import enough_memory, one_line
 from jgg.cli.evaluation.texts import Measured, Texts
+from jgg.cli.files import Target, check_files, check_results
 from jgg.cli.folders import check_adapter, model_folder
 from jgg.cli.info import origin
 from jgg.cli.options import UsageError, import_with_extra
 from jgg.cli.output import Output
 from jgg.cli.training import devices
 from jgg.cli.training.folders import settings_of
+from jgg.core.files import replace_text
 from jgg.models.loading import EXPERTS_BY_NAME
 
 _HEADINGS = ("data", "tokens", "loss", "perplexity", "bits per byte")
@@ -57,6 +60,9 @@ def _check(args: argparse.Namespace) -> None:
     for option, is_given in alone.items():
         if is_given and args.tasks is None:
             raise UsageError(f"{option} must be given with --tasks, got it alone")
+    if args.output is not None:
+        check = functools.partial(check_results, args.output, "versions", "options", "data", "tasks")
+        check_files(args, [Target("--output", args.output, "a file", args.output, check)])
 
 
 def _tasks(args: argparse.Namespace) -> Any:
@@ -79,7 +85,7 @@ def _tell(args: argparse.Namespace, measured: dict[str, Measured], results: Any)
     output = Output()
     if args.output is not None:
         text = json.dumps(document, indent=2, default=str) + "\n"
-        output.write(args.output, lambda path: path.write_text(text, encoding="utf-8"))
+        output.write(args.output, lambda path: replace_text(path, text))
     if args.json:
         print(json.dumps(document, default=str))
     else:

@@ -9,11 +9,11 @@ from flax import nnx
 import jgg
 import jgg.hf
 import jgg.models
-from jgg.cli.errors import one_line, writes
+from jgg.cli.errors import one_line
 from jgg.cli.folders import model_folder
 from jgg.cli.options import UsageError
 from jgg.cli.training import devices, folders, loop
-from jgg.cli.training.data import note_ends
+from jgg.cli.training.results import AdapterOutput, write_model
 from jgg.models.loading import EXPERTS_BY_NAME
 from jgg.sharding import MoESharding
 
@@ -27,36 +27,30 @@ def run(args, load: Callable[..., jgg.models.Decoder] | None = None) -> int:
     """
     devices.join(args)
     with one_line():
-        folder = model_folder(args.model)
-        _check(args, folder)
+        folder, output = model_folder(args.model), AdapterOutput(args.output, args.checkpoints)
+        _check(args, output)
         config = jgg.models.model_config(jgg.hf.read_config(folder))
         training = loop.prepare(args, folder, folder, config)
         model = (load or _load)(args, folder, training.sharding)
-    model = loop.fit(training, model, nnx.Param if args.full else nnx.LoRAParam)
-    with writes(args.output):
-        if args.full:
-            jgg.models.save(model, args.output)
-        else:
-            jgg.models.save_adapter(model, args.output)
-        if loop.is_first():
-            note_ends(args.output, training.data.end_tokens)
-    loop.say(args, f"wrote {args.output}")
-    return 0
-
-
-def _check(args, folder: Path) -> None:
-    """Checks and settles options."""
-    folders.check_writable("--output", args.output, [folder])
-    if args.checkpoints is not None:
-        folders.check_writable("--checkpoints", args.checkpoints, [folder, args.output])
+    model, code = loop.fit(training, model, nnx.Param if args.full else nnx.LoRAParam)
     if args.full:
-        folders.check_new("--output", args.output)
+        place = write_model(model, args.output, training.data.end_tokens)
+    else:
+        place = output.write(model, training.data.end_tokens)
+    loop.say(args, f"wrote {place}")
+    return code
+
+
+def _check(args, output: AdapterOutput) -> None:
+    """Checks and settles options."""
+    if args.full:
+        folders.check(args)
         if args.experts != "bfloat16":
             raise UsageError(f"--full needs --experts bfloat16, got {args.experts}: quantized experts are not trained")
     elif args.optimizer == "muon":
         raise UsageError("--optimizer muon needs --full: Muon does not train adapters")
     else:
-        folders.check_adapter_output(args)
+        folders.check(args, output.check)
     args.learning_rate = args.learning_rate or (1e-5 if args.full else 2e-4)
 
 

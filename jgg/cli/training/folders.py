@@ -1,56 +1,60 @@
 """The folders of a run: whether they can be written, and whether a checkpoint is of the same run."""
 
 import datetime
+import functools
 import os
-import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import jax
 
 import jgg
+from jgg.cli.errors import writes
+from jgg.cli.files import Target, check_files, check_new, check_writable, is_same
 from jgg.cli.options import UsageError
-from jgg.core.files import is_new_or_empty
 from jgg.train import runs
+from jgg.train.logs import check_log
 
 # what a run that goes on from a checkpoint may change; its steps and the content of its data are noted
 FREE = frozenset(("data", "eval_data", "skip_unmarked", "eval_every", "log_every", "log_to"))
 FREE |= frozenset(("steps", "epochs", "output", "checkpoints", "save_every", "remat"))
 FREE |= frozenset(("fsdp", "fsdp_splits", "expert", "exchange"))
-_NOTED = "run.toml"  # beside the checkpoints
+_NOTED, ADAPTERS = "run.toml", "adapters.sha256"  # next to the checkpoints: options, digests of what was written
 _NO_OPTIONS = {"command", "parser", "config", "quiet", "coordinator", "processes", "process"}
 
 
-def check_writable(option: str, folder: Path, others: Iterable[Path]) -> None:
-    """Raises UsageError unless files can be written into a folder, which may be missing, apart from other folders."""
-    nearest = next(each for each in (folder.absolute(), *folder.absolute().parents) if os.path.lexists(each))
-    reason = None if nearest.is_dir() else f"{nearest} is no folder"
-    if reason is None:
-        try:  # what the system lets a program write, it says only when it is tried
-            with tempfile.TemporaryDirectory(dir=nearest) as trial:
-                (Path(trial) / folder.absolute().relative_to(nearest)).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            reason = f"{nearest} does not take it: {error.strerror}"
-    if reason is not None:
-        raise UsageError(f"{option} must be a folder to write into, got {folder}: {reason}")
-    if folder.resolve() in [other.resolve() for other in others]:
-        raise UsageError(f"{option} must be a folder of its own, got {folder}")
+def check(args, check_output: Callable[[str, Path], None] = check_new) -> None:
+    """Raises UsageError if the run would lose a file or could not write one.
+
+    Args:
+      args: the options.
+      check_output: what looks at --output; by default it must be new or empty.
+    """
+    output, checkpoints = args.output, args.checkpoints
+    log, notes, events = (beside(output, ending) for ending in (".jsonl", ".toml", ".tensorboard"))
+    own = functools.partial(Target, "--output", output)
+    is_whole = check_output is check_new
+    targets = [
+        own("a folder", output, functools.partial(check_output, "--output", output), is_whole=is_whole),
+        own("its log", log, functools.partial(check_log, log)),
+        own("the file of its options", notes, functools.partial(runs.check_notes, notes), goes_on=True),
+    ]
+    if "tensorboard" in (args.log_to or ()):
+        check_events = functools.partial(check_writable, "--output", events)
+        targets.append(own("its folder for TensorBoard", events, check_events, is_whole=False))
+    if checkpoints is not None:
+        check_own = functools.partial(_check_checkpoints, checkpoints)
+        targets.append(Target("--checkpoints", checkpoints, "a folder", checkpoints, check_own))
+    check_files(args, targets)
 
 
-def check_new(option: str, folder: Path) -> None:
-    """Raises UsageError unless a folder is new or empty, as a whole model's must be."""
-    if not is_new_or_empty(folder):
-        raise UsageError(f"{option} must be new or an empty folder, got {folder}")
-
-
-def check_adapter_output(args) -> None:
-    """Raises UsageError where --output has a model, or the adapter of another run than that of --checkpoints."""
-    if (args.output / "config.json").exists():
-        raise UsageError(f"--output must be a folder without a model, got {args.output}, which has config.json")
-    if (args.output / "adapter_config.json").exists() and not _has_run(args.checkpoints):
-        got = f"{args.output}, which has an adapter"
-        raise UsageError(f"--output must be a folder without an adapter, unless a run goes on, got {got}")
+def _check_checkpoints(folder: Path) -> None:
+    """Raises UsageError, ValueError or OSError unless a run's checkpoints can be in a folder."""
+    check_writable("--checkpoints", folder)
+    runs.check_notes(folder / _NOTED)
+    if has_steps(folder) and not (folder / _NOTED).exists():
+        raise UsageError(f"--checkpoints must be new or have {_NOTED} beside its steps, got {folder}")
 
 
 def beside(output: Path, ending: str) -> Path:
@@ -82,13 +86,18 @@ def first_day(args) -> datetime.date:
 
 def _has_run(checkpoints: Path | None) -> bool:
     """Whether a folder has checkpoints, and notes of their run."""
-    if checkpoints is None or not (checkpoints / _NOTED).exists():
-        return False
-    return any(each.name.isdecimal() for each in checkpoints.iterdir())
+    return checkpoints is not None and (checkpoints / _NOTED).exists() and has_steps(checkpoints)
+
+
+def has_steps(folder: Path) -> bool:
+    """Whether a folder has checkpoints."""
+    return folder.is_dir() and any(each.name.isdecimal() for each in folder.iterdir())
 
 
 def note(args, steps: int, digest: str, date: datetime.date) -> None:
-    """Checks that it is the run of the checkpoints, if there are any; then notes it there and beside --output.
+    """Checks that it is the run of the checkpoints, if there are any; then notes it there and next to --output.
+
+    The file that --config reads stays as it is, as does one that has the same options.
 
     Args:
       args: the options.
@@ -96,7 +105,8 @@ def note(args, steps: int, digest: str, date: datetime.date) -> None:
       digest: of the data.
       date: what `first_day` was when the data were read.
 
-    Raises: UsageError: the checkpoints are of a run with other options, which are named.
+    Raises: UsageError: the checkpoints, or the file of --config, are of a run with other options, which are named; or a
+      file cannot be written.
     """
     settings = settings_of(args)
     noted = {"steps": steps, "data": digest, "date": date.isoformat()}
@@ -110,7 +120,21 @@ def note(args, steps: int, digest: str, date: datetime.date) -> None:
                     f"--checkpoints {args.checkpoints} has a run with other options: {'; '.join(found)}: take another "
                     f"folder, or change {path} if the run is the same"
                 )
+        elif jax.process_index() == 0:
+            (args.checkpoints / ADAPTERS).unlink(missing_ok=True)  # those of an earlier run
         places.append(path)
+    if args.config is not None:
+        for read in [place for place in places if is_same(place, Path(args.config))]:
+            found = runs.changes(read, settings, runs.noted_in(read), FREE)
+            if found:
+                what = f"{read}, where a run with other options would note them: {'; '.join(found)}"
+                raise UsageError(f"--config must be another file, got {what}: take a copy, or another --output")
+            places.remove(read)
     for place in places if jax.process_index() == 0 else ():
-        place.parent.mkdir(parents=True, exist_ok=True)
-        runs.note_run(place, settings, noted, f"jgg {args.command} --config FILE reads this; by jgg {jgg.__version__}")
+        if place.exists() and not runs.changes(place, settings, noted):
+            continue  # comments in it stay
+        with writes(place):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            runs.note_run(
+                place, settings, noted, f"jgg {args.command} --config FILE reads this; by jgg {jgg.__version__}"
+            )

@@ -1,5 +1,6 @@
 """Trains a model: the optimizer, the loop, its log, its lines and what is held out."""
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +14,7 @@ from flax import nnx
 import jgg.optim
 import jgg.train
 from jgg.cli.console import progress
-from jgg.cli.errors import enough_memory, writes
+from jgg.cli.errors import enough_memory
 from jgg.cli.options import TERMINATED
 from jgg.cli.training import devices, folders
 from jgg.cli.training.data import Data, counted, data_of
@@ -104,34 +105,59 @@ def prepare(args, tokenizer: Path, model: Path, config: ModelConfig) -> Run:
     return Run(args, sharding, data, steps, schedule_of(args, steps), log)
 
 
-def fit(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> Decoder:
-    """Trains the variables of a type, from the last checkpoint on, and returns the model; tells what is measured."""
-    args, steps, done = run.args, run.steps, 0
-    with enough_memory(_LESS_MEMORY), run.log as log, progress(steps, args.quiet or not is_first()) as tell:
+def fit(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> tuple[Decoder, int]:
+    """Trains the variables of a type, from the last checkpoint on, and tells what is measured.
+
+    Returns: the model, and the exit code: 1 if the log or the checkpoint of the last step could not be written.
+    """
+    args, steps, last = run.args, run.steps, 0
+    with enough_memory(_LESS_MEMORY):
         trainer = _trainer_of(run, model, wrt)
         try:
-            for record in _records(run, trainer):
-                if done == 0 and record.step > 1:
-                    say(args, f"goes on from step {record.step - 1}, which --checkpoints {args.checkpoints} has")
-                values = _measured(run, record, trainer)
-                if is_first():
-                    with writes(log.path):
-                        log.write(record.step, values)
-                say(args, in_words(record, values))
-                tell(f"loss {values['loss']:.3f}", record.step - done)
-                done = record.step
-        except jgg.train.TrainingError as error:
-            raise SystemExit(f"jgg: {error}") from error
+            for last in _told_steps(run, trainer):  # noqa: B007
+                pass
+        except (jgg.train.TrainingError, OSError) as error:
+            if isinstance(error, OSError):
+                message = f"jgg: could not write {run.log.path}: {error.strerror or error}"
+            else:
+                last, message = error.step or last, f"jgg: {error}"
+            if last < steps:
+                raise SystemExit(message) from error
+            print(message, file=sys.stderr)  # what was learned can still be saved
+            return trainer.model, 1
         except jgg.train.Preempted as stopped:
             if is_first():
                 print(f"jgg: {stopped}; run the same command again to go on", file=sys.stderr)
             raise SystemExit(TERMINATED) from stopped
-        if done == 0:
+        if last == 0:
             say(args, f"--checkpoints {args.checkpoints} has all {steps} steps already")
-        return trainer.model
+        return trainer.model, 0
 
 
-def _records(run: Run, trainer: jgg.train.Trainer) -> Iterator[jgg.train.Record]:
+def _told_steps(run: Run, trainer: jgg.train.Trainer) -> Iterator[int]:
+    """Trains, and yields the number of each step with a record before it writes what was measured.
+
+    Raises: TrainingError, Preempted: see `Trainer.fit`. OSError: the log cannot be written.
+    """
+    args, done, is_quiet = run.args, 0, run.args.quiet or not is_first()
+    with (
+        run.log as log,
+        progress(run.steps, is_quiet) as tell,
+        contextlib.closing(_records(run, trainer)) as records,
+    ):
+        for record in records:
+            yield record.step
+            if done == 0 and record.step > 1:
+                say(args, f"goes on from step {record.step - 1}, which --checkpoints {args.checkpoints} has")
+            values = _measured(run, record, trainer)
+            say(args, in_words(record, values))
+            if is_first():
+                log.write(record.step, values)
+            tell(f"loss {values['loss']:.3f}", record.step - done)
+            done = record.step
+
+
+def _records(run: Run, trainer: jgg.train.Trainer) -> Any:
     args = run.args
     every = {args.log_every, args.eval_every} if run.data.held_out else {args.log_every}
     saving = {"checkpoints": args.checkpoints, "save_every": args.save_every}

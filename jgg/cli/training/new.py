@@ -10,10 +10,10 @@ import jgg
 import jgg.hf
 import jgg.models
 from jgg.cli import options
-from jgg.cli.errors import one_line, writes
+from jgg.cli.errors import one_line
 from jgg.cli.options import UsageError
 from jgg.cli.training import devices, folders, loop
-from jgg.cli.training.data import note_ends
+from jgg.cli.training.results import write_model
 from jgg.models.left_out import LeftOut
 from jgg.sharding import MoESharding
 
@@ -26,13 +26,10 @@ def run(args) -> int:
         config = jgg.models.model_config(jgg.hf.read_config(folder))
         training = loop.prepare(args, args.tokenizer, folder, config)
         model = _make(args, config, training.sharding)
-    model = loop.fit(training, model, nnx.Param)
-    with writes(args.output):
-        jgg.models.save(model, args.output)
-        if loop.is_first():
-            note_ends(args.output, training.data.end_tokens)
-    loop.say(args, f"wrote {args.output}")
-    return 0
+    model, code = loop.fit(training, model, nnx.Param)
+    place = write_model(model, args.output, training.data.end_tokens)
+    loop.say(args, f"wrote {place}")
+    return code
 
 
 def _check(args) -> Path:
@@ -47,10 +44,7 @@ def _check(args) -> Path:
         raise UsageError(f"--tokenizer must be a folder with tokenizer.json, got {args.tokenizer}")
     args.learning_rate = args.learning_rate or 1e-3
     args.dtype = args.dtype or options.default_dtype()
-    folders.check_writable("--output", args.output, [folder, args.tokenizer])
-    folders.check_new("--output", args.output)
-    if args.checkpoints is not None:
-        folders.check_writable("--checkpoints", args.checkpoints, [folder, args.tokenizer, args.output])
+    folders.check(args)
     return folder
 
 
