@@ -36,8 +36,8 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
     A loaded model is written bit for bit, as long as its parameters have the dtypes of the files. Experts in FP8 are
     written in blocks of 128 x 128 with float32 scales, as DeepSeek-V3's are; all else is dense. A new folder appears
     when all of it is written. An empty one, such as a mount point, gets the files when all are written, config.json
-    last. If something else is in the folder by then, the model goes next to it, into folder-2 or the next free name, and
-    a warning says where.
+    last. If something else is in the folder by then, the model goes next to it, into folder-2 or the next free name,
+    and a warning says where.
 
     Tensors of the loaded folder that the model does not have, such as a vision tower's, are copied too, those in FP8
     dense unless the new folder has experts in the same format. What is there no longer is left out, with a warning.
