@@ -25,7 +25,7 @@ class Log:
 
     A run that resumes from a checkpoint continues the file. Of the lines that were written before it was stopped, those
     of the first step that it writes, and of later steps, are removed. So a new run replaces the whole file. A file that
-    is there and is no log, such as data, is not touched.
+    is there and is no log, such as data, stays as it is.
 
     Args:
       path: the file, in a folder that exists.

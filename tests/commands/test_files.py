@@ -78,7 +78,7 @@ REFUSED = {
     f"{FINETUNE} --output weights": "got weights, which has adapter_model.safetensors",
     f"{FINETUNE} --output ends": "got ends, which has generation_config.json",
     f"{FINETUNE} --output new --checkpoints new": "--checkpoints must be a folder of its own, got new, which --output",
-    f"{FINETUNE} --output new --checkpoints new.jsonl": "--checkpoints must be a folder of its own, got new.jsonl",
+    f"{FINETUNE} --output new --checkpoints new.jsonl": "got new.jsonl, which --output writes",
     f"{FINETUNE} --output new --checkpoints new.toml/x": "got new.toml/x, which is in {}/new.toml, of --output",
     f"{FINETUNE} --output ck/new --checkpoints ck": "got ck/new, which is in ck, of --checkpoints",
     f"{FINETUNE} --output ck/run --checkpoints ck": "got ck/run, which is in ck, of --checkpoints",

@@ -141,6 +141,7 @@ MAY_BE_NONE = {
     "bias",
     "b_gate_up",
     "b_down",
+    "scores_per_group",
     "selection_bias",
     "mask",
     "precision",
