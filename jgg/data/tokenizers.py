@@ -111,14 +111,19 @@ def bytes_of_tokens(tokenizer: Any, text: str, ids: Sequence[int], ends: Sequenc
     own[: len(ends)] = whole * (place + 1) // sharing - whole * place // sharing
     special = _special_tokens(tokenizer)
     for number, (token, end) in enumerate(zip(ids, ends, strict=False)):
-        if token in special and text.endswith(special[token], 0, end):  # which that of unknown text does not
-            own[number] -= len(special[token].encode())
+        if token not in special:
+            continue
+        # some, such as Phi's, take the white space behind them too
+        while special[token].rstrip and text[end - 1 : end].isspace():
+            end -= 1
+        if text.endswith(special[token].content, 0, end):  # which that of unknown text does not
+            own[number] -= len(special[token].content.encode())
     return own
 
 
 @functools.lru_cache(maxsize=1)
-def _special_tokens(tokenizer: Any) -> dict[int, str]:
-    return {token: added.content for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+def _special_tokens(tokenizer: Any) -> dict[int, Any]:
+    return {token: added for token, added in tokenizer.added_tokens_decoder.items() if added.special}
 
 
 def continuation(tokenizer: Any, prompt: list[int], new: list[int]) -> Continuation:

@@ -3,6 +3,7 @@
 import json
 
 import pytest
+from tokenizers import AddedToken
 
 import jgg.data
 from jgg.data.tokenizers import bytes_of_tokens
@@ -104,6 +105,22 @@ def test_the_bytes_of_tokens_are_those_of_the_text(make, tmp_path):
         assert sum(found) == (len(text.encode()) if ids else 0)
         special, ends = jgg.data.encode(tokenizer, f"{text}</s>one")
         assert sum(bytes_of_tokens(tokenizer, f"{text}</s>one", special, ends)) == len(text.encode()) + 3
+
+
+def test_the_bytes_of_special_tokens_that_take_white_space_beside_them_are_left_out(tmp_path):
+    """As Phi's <|end|> takes the line break behind it."""
+
+    def make():
+        tokenizer, kinds = tokenizers.llama(), {"<|end|>": {"rstrip": True}, "<|mask|>": {"lstrip": True}}
+        tokenizer.add_special_tokens([AddedToken(text, **options) for text, options in kinds.items()])
+        return tokenizer
+
+    tokenizer = jgg.data.load_tokenizer(folder_of(tmp_path, make))
+    for text in ("two<|end|>\n one", "two \n<|mask|> one", "two<|end|> ", "<|end|>  <|end|>"):
+        ids, ends = jgg.data.encode(tokenizer, text)
+        found = bytes_of_tokens(tokenizer, text, ids, ends)
+        plain = text.replace("<|end|>", "").replace("<|mask|>", "")
+        assert found.min() >= 0 and found.sum() == len(plain.encode())
 
 
 def test_tokens_share_the_bytes_of_a_character(tmp_path):
