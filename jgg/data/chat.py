@@ -211,7 +211,9 @@ def _marked(conversation: Conversation, turns: list[int], unlearned: list[int]) 
     tokenizer, written = conversation.tokenizer, conversation.written(turns[-1] + 1)
     marking, left_out = _Marking(tokenizer, written.text), set[int]()
     for turn in unlearned:
-        left_out.update(range(_count(conversation, turn), _count(conversation, turn + 1)))
+        # with the message behind it, as a template may mark the last turn alone
+        after = turn + 1 if turn + 1 in (*turns, *unlearned) else turn + 2
+        left_out.update(range(_count(conversation, turn), _count(conversation, after)))
     own = [block for number, block in enumerate(written.blocks) if number not in left_out]
     for start, end in own:
         marking.learn(start, end)

@@ -72,6 +72,14 @@ def test_a_block_for_each_call_and_one_for_words(tmp_path):
     assert (first, last) == ("one;two;three</s>", "three</s>")
 
 
+def test_a_template_that_marks_the_last_turn_alone(tmp_path):
+    whole = "{{ m.content }}<|im_end|>\n"
+    block = "{% if loop.last %}{% generation %}" + whole + "{% endgeneration %}{% else %}" + whole + "{% endif %}"
+    folder = folder_of(tmp_path, template=LOOP.replace(whole, block))
+    assert answers(folder, talk({}, {"weight": 0}, {}, {})) == [["three<|im_end|>\n"]]
+    assert answers(folder, talk({}, {}, {}, {"weight": 0})) == [["two<|im_end|>\n"]]
+
+
 WRONG = [
     ({"weight": 0.5}, '"weight" of message 2 must be 0 or 1, got 0.5'),
     ({"weight": 2}, '"weight" of message 2 must be 0 or 1, got 2'),
