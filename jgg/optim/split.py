@@ -28,7 +28,7 @@ def map_stacks(iterate: Iterate, x: jax.Array, axes: Axes, sharding: Any = None)
     if x.size == 0:
         return x
     own = jax.typeof(x).sharding
-    if sharding is None and any(own.spec) and set(own.mesh.axis_types) == {jax.sharding.AxisType.Explicit}:
+    if sharding is None and any(own.spec) and jax.sharding.AxisType.Manual not in own.mesh.axis_types:
         sharding = own
     if not isinstance(sharding, jax.NamedSharding) or sharding.mesh.size == 1:
         return _on_device(iterate, x, axes, {})

@@ -104,6 +104,22 @@ def check_axes_in_another_order():
     np.testing.assert_allclose(got["kernel"], one["kernel"], atol=2e-3)
 
 
+def check_axes_of_both_kinds():
+    """Types say what Explicit axes split, and XLA decides along the Auto axis."""
+    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(EXPLICIT, AUTO, EXPLICIT))
+    for shape, spec in (
+        ((2, *STACK[1:]), P("b", "a", None, "c")),
+        (STACK[1:], P("a", "b", "c")),
+        (STACK[2:], P("c", "b")),
+    ):
+        g = {"w_down": random(shape, 0)}
+        one, *_ = updates_of(jgg.optim.muon(0.1), g, g)
+        with jax.set_mesh(mesh):
+            g = jax.device_put(g, jax.NamedSharding(mesh, spec))
+            got, *_ = updates_of(jgg.optim.muon(0.1), g, g)
+        np.testing.assert_allclose(got["w_down"], one["w_down"], atol=2e-3, err_msg=str(spec))
+
+
 def check_model():
     """A whole model's step, with shardings and without, where XLA decides."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (8, 9)))
@@ -140,6 +156,7 @@ def main(which="all"):
         check_parameters(EXPLICIT, EXPLICIT_CASES)
         check_parameters(EXPLICIT, EXPLICIT_CASES[1:2], is_told=False)  # the types of arrays say it
         check_axes_in_another_order()
+        check_axes_of_both_kinds()
     if which != "few":
         with jax.numpy_dtype_promotion("standard"):
             check_model()
