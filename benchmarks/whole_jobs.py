@@ -173,7 +173,7 @@ def _compared(model: jgg.models.Decoder, drawn: Any, prompts: np.ndarray, length
 
 def policy_gradient(job: Job) -> Iterator[Line]:
     """Steps of GRPO: answers are drawn, rewarded at random, and learned by adapters."""
-    model = job.model_of(remat="names", lora_rank=16)
+    model = job.model_of(remat="all", lora_rank=16)
     draw, config = np.random.default_rng(0), job.config
 
     def loss(model: jgg.models.Decoder, part: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
