@@ -204,8 +204,8 @@ class MoELayer(LayerOptions, InFeatures):
             twice counts twice. The losses are then those of the experts used.
           mask: bool or number [...] for the tokens of x, False or 0 for those that do not count, such as padding; by
             default all count. Tokens that do not count go to no expert: their y is that of the shared experts, or zero,
-            they have no part in the router's losses, and no row is multiplied for them. They may hold anything: NaN,
-            infinity, and what is too large for shared experts, which take it for zeros, reach no gradient.
+            they have no part in the router's losses, and no row is multiplied for them. They may hold anything: NaN and
+            infinity reach no gradient, nor, in float32 and bfloat16, does what is too large for shared experts.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
             router and the shared experts have their weights on every device.
           precision: as in `jgg.grouped_gemm`.
