@@ -128,7 +128,7 @@ def own_arrays(state: Any) -> None:
         is_owned = _has_array(variable) and not is_shared(variable)
         value = _value_of(variable)
         if not is_owned:
-            value = jax.tree.map(lambda a: a.copy(), value)
+            value = jax.tree.map(_copied, value)
         if not all(leaf.committed for leaf in jax.tree.leaves(value)):  # as those of each step are
             value = jax.tree.map(lambda a: jax.device_put(a, a.sharding), value)
         if value is not _value_of(variable):
@@ -145,6 +145,14 @@ def _set(state: Any, path: Path, leaf: Any, value: Any) -> None:
         leaf.set_raw_value(value)
     else:
         functools.reduce(lambda part, key: part[key], path[:-1], state)[path[-1]] = value
+
+
+def _copied(array: jax.Array) -> jax.Array:
+    """A copy; one of several processes can make it alone."""
+    if array.is_fully_addressable:
+        return array.copy()
+    shards = [shard.data.copy() for shard in array.addressable_shards]
+    return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
 def is_shared(leaf: Any) -> bool:
