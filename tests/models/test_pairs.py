@@ -19,7 +19,7 @@ def pairs_of(seed=0):
     ]
     context, (*beginning, _) = pairs[2]
     pairs += [Pair(context, [*beginning, token]) for token in (0, 1, 2)]
-    return [*pairs, Pair(context + beginning[:1], [*beginning[1:], 9]), pairs[0], Pair([1], [])]
+    return [*pairs, Pair(context + beginning[:1], [*beginning[1:], 9]), pairs[0]]
 
 
 def logits_alone(model, tokens):
@@ -31,9 +31,6 @@ def logits_alone(model, tokens):
 
 def want_of(model, pairs, max_length):
     for context, continuation in pairs:
-        if not continuation:
-            yield 0.0, True
-            continue
         whole = (context + continuation)[-max_length - 1 :]
         logits = logits_alone(model, whole[:-1])[-len(continuation) :]
         losses = np.log(np.exp(logits).sum(-1)) - logits[np.arange(len(continuation)), continuation]
