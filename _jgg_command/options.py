@@ -18,7 +18,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "shapes": {
         "metavar": "FILE",
-        "help": "JSON file of your own layers, in the form of jgg/measuring/layers.json; --layer then names these",
+        "help": "JSON file of your own layers, in the form of jgg/tuning/layers.json; --layer then names these",
     },
     "m": {
         "type": positive_int,

@@ -6,7 +6,7 @@
 
 Prints, for x [rows, K] and each w [K, N], microseconds a layer of each, checked against each other before. With few
 rows it times the forward pass, as in decoding; with more, the forward and the backward pass, w frozen or trained, with
-and without LoRA. `--write` writes what was faster into jgg/configs/dense_products.json, by which jgg chooses.
+and without LoRA. `--write` writes what was faster into jgg/launching/dense_products.json, by which jgg chooses.
 """
 
 import argparse
@@ -24,10 +24,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from _jgg_command.arguments import new_file
-from jgg.configs import dense_choice
-from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.core.gpu_target import current_target
 from jgg.core.matrix import Factors, Matrix
+from jgg.launching import dense_choice
+from jgg.launching.kernel_configs import KernelConfigForward
 from jgg.linear.dense import dense_layer, dense_operands
 from jgg.linear.differentiable import compute
 from jgg.linear.linear import Configs

@@ -24,7 +24,7 @@ from jgg.cli.console import print_table
 from jgg.cli.options import UsageError
 from jgg.cli.output import Output
 from jgg.core.files import replace_text
-from jgg.measuring import ways
+from jgg.tuning import ways
 
 _RATIOS = ("op", "peer", "geometric mean", "smallest", "smallest of", "GEMMs")
 

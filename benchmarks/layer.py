@@ -11,11 +11,11 @@ import jax.numpy as jnp
 from benchmarks.memory import Memory, planned_memory
 from jgg.core.problem import GroupedGemmProblem
 from jgg.experts.moe import moe_mlp
+from jgg.experts.router.logits import router_logits
+from jgg.experts.router.routing import Routing, route, sort_by_expert
 from jgg.linear.fp8 import Fp8
-from jgg.measuring.timing import WRONG, Measurement, Reference, jit_reference
-from jgg.measuring.workloads import OPS, Layer
-from jgg.router.logits import router_logits
-from jgg.router.routing import Routing, route, sort_by_expert
+from jgg.tuning.timing import WRONG, Measurement, Reference, jit_reference
+from jgg.tuning.workloads import OPS, Layer
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward + backward"
 PASSES = {FORWARD: ("forward",), FORWARD_BACKWARD: OPS}  # and which ops of the experts' products are in each

@@ -24,9 +24,9 @@ from benchmarks.layer import (
 )
 from benchmarks.layer_roofline import parts_of
 from benchmarks.peers import FLOATS, Peer, measure_best, to_jax, to_torch, tokamax_functions, torch_seconds, why_not
-from jgg.measuring import timing
-from jgg.measuring.timing import Measurement, Timing
-from jgg.measuring.ways import JaxProduct, Way
+from jgg.tuning import timing
+from jgg.tuning.timing import Measurement, Timing
+from jgg.tuning.ways import JaxProduct, Way
 
 _ROUNDED_LOGITS = 2.0**-7  # of the largest logit: two of them, each rounded to bfloat16
 _ROUNDED_ROUTER = 0.02  # of the largest element of a result: what a router in 16 bits may add to its error

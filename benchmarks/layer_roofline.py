@@ -1,4 +1,4 @@
-"""The least time of a whole MoE layer: the sum over its passes over memory, each as `jgg.measuring.roofline` says.
+"""The least time of a whole MoE layer: the sum over its passes over memory, each as `jgg.tuning.roofline` says.
 
 The passes of forward, where T are tokens, M routed rows, H and I features, and what it reads is left of the arrow:
 
@@ -32,9 +32,9 @@ import jax.numpy as jnp
 
 from benchmarks.layer import FORWARD, LayerProblem
 from jgg.core.quantized import BLOCK
-from jgg.measuring.roofline import least_seconds
-from jgg.measuring.ways import dense
-from jgg.measuring.workloads import FP8, OPS, computed_as, operands
+from jgg.tuning.roofline import least_seconds
+from jgg.tuning.ways import dense
+from jgg.tuning.workloads import FP8, OPS, computed_as, operands
 
 
 class Part(NamedTuple):

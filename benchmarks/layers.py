@@ -39,12 +39,12 @@ from jgg.cli.console import progress
 from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.cli.output import Output
 from jgg.core.files import replace_text
+from jgg.experts.router.routing import route
 from jgg.linear.fp8 import Fp8
-from jgg.measuring.roofline import copy_bandwidth, percent_of_roofline
-from jgg.measuring.timing import FAILED, WRONG, Measurement, first_line
-from jgg.measuring.ways import JaxProduct, check_and_time
-from jgg.measuring.workloads import FP8, Layer
-from jgg.router.routing import route
+from jgg.tuning.roofline import copy_bandwidth, percent_of_roofline
+from jgg.tuning.timing import FAILED, WRONG, Measurement, first_line
+from jgg.tuning.ways import JaxProduct, check_and_time
+from jgg.tuning.workloads import FP8, Layer
 
 
 @dataclasses.dataclass

@@ -35,7 +35,7 @@ from benchmarks.training_step import add_model_options, check_experts
 from jgg.cli import run as run_command
 from jgg.cli.console import print_table
 from jgg.cli.options import UsageError
-from jgg.measuring.workloads import OPS, Layer, load_layers
+from jgg.tuning.workloads import OPS, Layer, load_layers
 
 LINK = 400e9  # bytes/s that a device sends: what NCCL has of NVLink's 450e9, see gpus.csv's rows "data"
 COPY = 2.99e12  # bytes/s of a copy on an H100, read and written

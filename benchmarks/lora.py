@@ -32,13 +32,13 @@ from jgg.cli import options
 from jgg.cli import run as run_command
 from jgg.cli.console import number, print_table, progress
 from jgg.experts.moe import moe_mlp
+from jgg.experts.router.routing import route
 from jgg.linear.fp8 import Fp8, quantize_weights
 from jgg.linear.low_rank import LowRank
-from jgg.measuring.roofline import copy_bandwidth, percent_of_roofline
-from jgg.measuring.timing import FAILED, RIGHT, Measurement, Reference, first_line, jit_reference
-from jgg.measuring.ways import JaxProduct, check_and_time
-from jgg.measuring.workloads import Layer
-from jgg.router.routing import route
+from jgg.tuning.roofline import copy_bandwidth, percent_of_roofline
+from jgg.tuning.timing import FAILED, RIGHT, Measurement, Reference, first_line, jit_reference
+from jgg.tuning.ways import JaxProduct, check_and_time
+from jgg.tuning.workloads import Layer
 
 _HEADINGS = ("layer", "experts", "ms", "over frozen", "% of roofline", "temporaries, MB")
 _FP8_ERROR = 0.1  # of the largest element, beside the errors of bfloat16

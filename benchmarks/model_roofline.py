@@ -1,4 +1,4 @@
-"""The least time of a step of a whole model, as `jgg.measuring.roofline` says, with the whole step as one pass.
+"""The least time of a step of a whole model, as `jgg.tuning.roofline` says, with the whole step as one pass.
 
 FLOPs are those of the matrices, 2 for each element and row that it multiplies, and those of attention, 4 for each
 feature of each head and each pair of a position and one that it attends to. Backward takes as many for the gradients of
@@ -19,9 +19,9 @@ import numpy as np
 from flax import nnx
 
 import jgg.models
-from jgg.measuring import ways
-from jgg.measuring.roofline import copy_bandwidth, least_seconds
-from jgg.measuring.workloads import FP8, gemm, operands
+from jgg.tuning import ways
+from jgg.tuning.roofline import copy_bandwidth, least_seconds
+from jgg.tuning.workloads import FP8, gemm, operands
 
 _OPTIMIZER = 8  # times that AdamW reads or writes something of a parameter's size
 

@@ -40,9 +40,9 @@ from benchmarks.model_roofline import (
 from jgg.cli import run as run_command
 from jgg.cli.console import number, print_table
 from jgg.core.quantized import QuantizedArray
-from jgg.measuring.roofline import percent_of_roofline
 from jgg.models.placement import place
 from jgg.nnx import Frozen
+from jgg.tuning.roofline import percent_of_roofline
 
 RUNS = "lora", "train", "generate"
 EXPERTS = "bfloat16", "fp8", "as-stored"

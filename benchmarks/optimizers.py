@@ -40,8 +40,8 @@ from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import make_model
 from jgg.cli.demo.train import held_out_bits, make_trainer
 from jgg.cli.options import UsageError
-from jgg.measuring.timing import first_line, median_seconds
 from jgg.optim.coefficients import coefficients_of
+from jgg.tuning.timing import first_line, median_seconds
 
 RUNS = "orthogonalize", "step", "loss"
 PEERS = "optax", "quack"

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgg.core.problem import DTYPES
-from jgg.measuring import timing, ways
-from jgg.measuring.timing import FAILED, RIGHT, WRONG, Measurement, Timing, first_line
-from jgg.measuring.ways import Reference, Way, check_and_time
-from jgg.measuring.workloads import FP8
+from jgg.tuning import timing, ways
+from jgg.tuning.timing import FAILED, RIGHT, WRONG, Measurement, Timing, first_line
+from jgg.tuning.ways import Reference, Way, check_and_time
+from jgg.tuning.workloads import FP8
 
 FLOATS = tuple(jnp.dtype(dtype).name for dtype in DTYPES)
 

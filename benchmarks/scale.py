@@ -31,9 +31,9 @@ from jgg.cli.output import Output
 from jgg.core.files import replace_text
 from jgg.experts.mesh import map_tokens
 from jgg.layers import MoELayer
-from jgg.measuring.timing import median_seconds
-from jgg.measuring.workloads import Layer
 from jgg.sharding import MoESharding
+from jgg.tuning.timing import median_seconds
+from jgg.tuning.workloads import Layer
 
 MAX_ERROR = {"bfloat16": 0.03, "float32": 1e-2, "fp8": 0.03}  # float32 may be multiplied in TF32
 REPEATS = 7

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Iterable
 
 from jgg.experts.exchange import EXCHANGES
-from jgg.measuring.workloads import Layer
+from jgg.tuning.workloads import Layer
 
 FAMILIES = ("data", "fsdp", *EXCHANGES, "tensor")
 

@@ -24,10 +24,10 @@ import jax.numpy as jnp
 
 from _jgg_command.arguments import new_file
 from benchmarks.peers import TorchProduct, to_torch, why_not
-from jgg.configs.kernel_configs import KernelConfigForward
+from jgg.launching.kernel_configs import KernelConfigForward
 from jgg.linear import symmetric
-from jgg.measuring.timing import FAILED, Measurement, Reference, first_line
-from jgg.measuring.ways import JaxProduct, Way, check_and_time
+from jgg.tuning.timing import FAILED, Measurement, Reference, first_line
+from jgg.tuning.ways import JaxProduct, Way, check_and_time
 
 SHAPES = ((128, 1536, 2048), (128, 768, 2048))  # Qwen3-30B's experts: gate and up, and down
 PRODUCTS = ("gram", "square", "apply")

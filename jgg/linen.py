@@ -9,11 +9,11 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_flag, check
 from jgg.core.quantized import QuantizedArray, block_of, is_quantized
+from jgg.experts.layer import MoELayer, dense_init, expert_init
 from jgg.experts.layer_options import LayerOptions, check_layer
-from jgg.layers import MoELayer, dense_init, expert_init
+from jgg.experts.sharding import MoESharding
 from jgg.linear.fp8 import Fp8
 from jgg.linear.lora import adapter_init
-from jgg.sharding import MoESharding
 
 
 class MoE(nn.Module, LayerOptions):

@@ -16,12 +16,12 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_dtype, as_flag, check, check_instance
 from jgg.core.quantized import QuantizedArray, block_of, is_quantized, values_and_scales
+from jgg.experts.layer import MoELayer, dense_init, expert_init
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_layer
-from jgg.layers import MoELayer, dense_init, expert_init
+from jgg.experts.sharding import MoESharding
 from jgg.linear.fp8 import Fp8
 from jgg.linear.lora import adapter_init
 from jgg.linear.low_rank import LowRank
-from jgg.sharding import MoESharding
 
 
 class SelectionBias(nnx.Variable[jax.Array]):
@@ -42,6 +42,13 @@ class Frozen(nnx.Variable[Any]):
       >>> list(nnx.state(layer, nnx.Param))
       ['w_gate_up', 'w_router']
     """
+
+
+def sow(module: nnx.Module, values: Mapping[str, Any]) -> None:
+    """Sows intermediates of a module, each in a tuple of one, where `nnx.capture` collects them."""
+    # where nobody captures, sow of Flax 0.12.10 and older would keep them in the module itself
+    for name, value in values.items() if hasattr(module, "__captures__") else ():
+        module.sow(nnx.Intermediate, name, value)
 
 
 class _SignatureOfInit:
@@ -169,6 +176,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         *,
         router_x: jax.Array | None = None,
         adapters: bool = True,
+        quantized: bool = True,
     ) -> jax.Array:
         """Applies the layer to x [..., H]; the result has the shape of x and the dtype of the computation.
 
@@ -191,21 +199,10 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
             They may hold anything, NaN too: what they hold reaches no gradient of parameters or other tokens.
           router_x: [..., H], what the router multiplies for each token of x, where that is not x itself.
           adapters: whether the layer has its LoRA adapters; False computes the layer without them.
+          quantized: whether products are those of `quantization`, if the layer has one; False computes them in the
+            dtype of the computation, as inference of few tokens may.
         """
-        adapters = as_flag("adapters", adapters)
-        return self._compute(x, router_x, topk_indices, mask, adapters, self.quantization)
-
-    def _compute(
-        self,
-        x: jax.Array,
-        router_x: jax.Array | None,
-        topk_indices: jax.Array | None,
-        mask: jax.Array | None,
-        adapters: bool,
-        quantization: Fp8 | None,
-    ) -> jax.Array:
-        """Applies the layer as a call does, but its products are those of this `quantization`."""
-        layer = self.layer if adapters else self.layer.without_adapters
+        layer = self.layer if as_flag("adapters", adapters) else self.layer.without_adapters
         params = {name: self._value(name) for name in layer.shapes}
         own = [array for name, array in params.items() if not (name.endswith("_router") or is_quantized(array))]
         x = jnp.asarray(x, dtypes.canonicalize_dtype(x, *own, dtype=self.dtype))
@@ -220,12 +217,10 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
             mask=mask,
             sharding=self.sharding,
             precision=self.precision,
-            quantization=quantization,
+            quantization=self.quantization if as_flag("quantized", quantized) else None,
             implementation=self.implementation,
         )
-        # Where nobody captures, sow of Flax 0.12.10 and older would keep them in the layer itself.
-        for name, value in metrics._asdict().items() if hasattr(self, "__captures__") else ():
-            self.sow(nnx.Intermediate, name, value)
+        sow(self, metrics._asdict())
         return y
 
     def adapters(self) -> dict[str, LowRank]:

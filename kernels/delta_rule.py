@@ -1,4 +1,4 @@
-"""The gated delta rule in chunks of tokens; `jgg.products.plain.delta_rule` has the formulas.
+"""The gated delta rule in chunks of tokens; `jgg.models.operations.delta_rule_plain` has the formulas.
 
 `chunk_matrices_kernel` computes what no state decides, for all chunks side by side. `delta_rule_kernel` then takes a
 head's chunks one after the other, with some columns of the state in registers: columns do not depend on each other.

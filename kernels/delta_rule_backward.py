@@ -1,7 +1,7 @@
 """The gradients of the gated delta rule, in chunks of tokens.
 
-With the formulas of `jgg.products.plain.delta_rule`, E = V - exp(b) K S, N = (I + A)^-1 beta E, weights P, R the
-gradient of the state after a chunk, and G that of the results:
+With the formulas of `jgg.models.operations.delta_rule_plain`, E = V - exp(b) K S, N = (I + A)^-1 beta E, weights P, R
+the gradient of the state after a chunk, and G that of the results:
 
     dN = P^T G + exp(b_C - b) K R                   dX = (I + A)^-T dN              dV = beta dX
     the gradient of S is exp(b_C) R + scale (exp(b) Q)^T G - (exp(b) K)^T dV        dA = -dX N^T,    dP = G N^T

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from jgg.launching import triton
-from jgg.primitives.product import Product
+from jgg.primitives.operation import Operation
 from tests.support import generated, workers
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -65,7 +65,7 @@ def alone(request, monkeypatch):
     Large tests count none, and their kernels take longest to compile.
     """
     if not request.node.get_closest_marker("large"):
-        monkeypatch.setattr(Product.ahead, "num_threads", 0)
+        monkeypatch.setattr(Operation.ahead, "num_threads", 0)
 
 
 @pytest.fixture

@@ -3,8 +3,8 @@
 import jax
 import pytest
 
-from jgg.measuring import ways
-from jgg.measuring.timing import Timing
+from jgg.tuning import ways
+from jgg.tuning.timing import Timing
 from tests.support import workers
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")

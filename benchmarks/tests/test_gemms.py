@@ -11,7 +11,7 @@ import pytest
 
 from benchmarks import gemms, peers, plots
 from jgg.cli import bench
-from jgg.measuring import timing, ways, workloads
+from jgg.tuning import timing, ways, workloads
 
 OWN = ["--m=24", "--k=16", "--n=16", "--experts=4", "--topk=2", "--dtype=float32"]
 

@@ -12,8 +12,8 @@ import pytest
 
 from benchmarks import layer as measuring
 from benchmarks import layer_peers, layers, plots
-from jgg.measuring.timing import Measurement
-from jgg.measuring.workloads import Layer
+from jgg.tuning.timing import Measurement
+from jgg.tuning.workloads import Layer
 
 TINY = Layer("tiny", tokens=12, hidden=16, expert_intermediate=8, experts=4, topk=2)
 OWN = ["--m=24", "--k=16", "--n=16", "--experts=4", "--topk=2", "--dtype=float32"]  # the same sizes

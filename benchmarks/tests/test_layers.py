@@ -14,9 +14,9 @@ import jgg
 from benchmarks import layer as measuring
 from benchmarks import layer_roofline, layers, lora, models, plots
 from jgg.cli.console import number
-from jgg.measuring import ways
-from jgg.measuring.timing import Timing
-from jgg.measuring.workloads import Layer
+from jgg.tuning import ways
+from jgg.tuning.timing import Timing
+from jgg.tuning.workloads import Layer
 
 TINY = Layer("tiny", tokens=12, hidden=16, expert_intermediate=8, experts=4, topk=2)
 OWN = ["--m=24", "--k=16", "--n=16", "--experts=4", "--topk=2", "--dtype=float32"]  # the same sizes

@@ -17,7 +17,7 @@ from benchmarks.model_roofline import (
     least_training_seconds,
     tensors_of,
 )
-from jgg.measuring import workloads
+from jgg.tuning import workloads
 
 # T 12, H 16, I 8, E 4, k 2: x, y and their gradients have 192 elements, routed rows of H 384, of I 192, of 2 I 384,
 # w_gate_up 1,024 and w_down 512 in all, w_router 64. Three experts have rows, so 768 and 384 elements are read.

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import scale, sent
 from benchmarks.strategies import Strategy, choose_strategies
-from jgg.measuring.workloads import Layer
+from jgg.tuning.workloads import Layer
 from tests.support import processes
 
 LAYER = Layer("wide", tokens=64, hidden=256, expert_intermediate=64, experts=8, topk=2)

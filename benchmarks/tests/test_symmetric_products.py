@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from benchmarks import symmetric
-from jgg.measuring.timing import Measurement
+from jgg.tuning.timing import Measurement
 
 
 def test_every_product_is_right_and_is_written(no_timing, tmp_path, capsys):

@@ -13,7 +13,7 @@ from benchmarks import links, traces, training, training_step
 from benchmarks.model_configs import config_of
 from benchmarks.strategies import Strategy
 from jgg.cli.options import UsageError
-from jgg.measuring.workloads import Layer
+from jgg.tuning.workloads import Layer
 from tests.support import processes
 
 # T 4, H 8, I 16, E 4, k 2 in 2 bytes: tokens have 64 bytes, weights 3 * 4 * 8 * 16 * 2 = 3,072

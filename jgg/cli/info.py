@@ -15,10 +15,9 @@ from pathlib import Path
 
 import jax
 
-from jgg.configs import tuned_files
-from jgg.configs.requirements import KERNEL_REQUIREMENTS
 from jgg.core.gpu_target import MIN_COMPUTE_CAPABILITY
 from jgg.core.versions import REQUIREMENTS, __version__, installed, numbers, satisfies, unlike
+from jgg.tuning import KERNEL_REQUIREMENTS, tuned_files
 
 CUDA_PLUGINS = {"jax-cuda12-plugin": "cuda12", "jax-cuda13-plugin": "cuda13"}  # and the extras of jgg that install them
 # JAX compiles for GPUs with the plugin alone, and runs on them with what the plugin requires.

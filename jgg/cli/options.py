@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import jax
 
+from jgg import extend
 from jgg.core.gpu_target import device_target
-from jgg.launching import choice
-from jgg.measuring.workloads import FP8, Layer, load_layers
+from jgg.tuning.workloads import FP8, Layer, load_layers
 
 INTERRUPTED = 130  # the exit code that shells report for a command ended by an interrupt from the keyboard
 TERMINATED = 143  # and for one that SIGTERM ended
@@ -31,7 +31,7 @@ def check_implementation(name: str | None) -> None:
     if name == "triton" and device_target() is None:
         raise UsageError("--implementation triton needs a GPU that JAX can use: see jgg info")
     try:
-        choice.check_implementation(name)
+        extend.check_implementation(name)
     except (ImportError, ValueError) as error:
         raise UsageError(str(error)) from error
 

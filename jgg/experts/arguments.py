@@ -7,7 +7,7 @@ from typing import NamedTuple, Self
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.activations import Activation, ActivationLike, find_activation
+from jgg.core.activations import Activation, ActivationLike, find_activation
 from jgg.core.arguments import (
     Shaped,
     as_array,
@@ -24,11 +24,11 @@ from jgg.core.arguments import (
 )
 from jgg.core.matrix import Matrix
 from jgg.core.problem import DTYPES, W_LAYOUTS, check_bias, check_known_groups
+from jgg.experts.router.routing import Routing
 from jgg.launching.choice import check_implementation
 from jgg.linear.fp8 import Fp8, check_quantization
 from jgg.linear.low_rank import LowRank, checked_beside
 from jgg.linear.weights import Weights, as_matrix, in_recipe
-from jgg.router.routing import Routing
 
 _AXES = {"gate_up": "[E, 2 * I, H] or [E, H, 2 * I]", "down": "[E, H, I] or [E, I, H]"}
 

@@ -17,10 +17,10 @@ from jax.ad_checkpoint import checkpoint_name
 from jgg.core.quantized import as_bits, from_bits
 from jgg.core.schedule import group_bounds, group_of_rows, guarded, inverse_permutation
 from jgg.experts.moves import Moves, Placement, Plan, Way, move, plan_moves
+from jgg.experts.router.routing import Routing, compute_order
 from jgg.experts.sums import sum_scatter
 from jgg.launching.choice import How
 from jgg.products.combine import COMBINE, Combine
-from jgg.router.routing import Routing, compute_order
 
 
 class Exchange(Protocol):

@@ -11,7 +11,7 @@ import jax
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from jgg.activations import ActivationLike
+from jgg.core.activations import ActivationLike
 from jgg.core.arguments import as_dtype, as_precision, check_instance
 from jgg.core.problem import DTYPES
 from jgg.experts.mesh import MoESharding, check_interleaved

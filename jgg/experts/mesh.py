@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jgg.activations import ActivationLike, find_activation
+from jgg.core.activations import ActivationLike, find_activation
 from jgg.core.arguments import as_flag, check_instance, check_one_of
 from jgg.core.matrix import Factors, Matrix
 from jgg.core.problem import W_LAYOUTS

@@ -5,16 +5,16 @@ from typing import NamedTuple
 
 import jax
 
-from jgg.activations import Activation
+from jgg.core.activations import Activation
 from jgg.core.matrix import Matrix
 from jgg.core.problem import GroupedGemmProblem, check_num_rows
 from jgg.core.schedule import GroupBounds, group_bounds
 from jgg.experts.arguments import ExpertWeights, MlpOptions, ResidualNames
 from jgg.experts.exchange import Exchange
+from jgg.experts.router.routing import Routing
 from jgg.launching.choice import How, how_of
 from jgg.linear.linear import Linear, Routes, Rows
 from jgg.products.plain import rows as plain
-from jgg.router.routing import Routing
 
 
 class Operands(NamedTuple):

@@ -7,7 +7,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import ArrayLike
 
-from jgg.activations import ActivationLike
+from jgg.core.activations import ActivationLike
 from jgg.core.arguments import as_array
 from jgg.core.manual_axes import alike
 from jgg.core.quantized import QuantizedArray, QuantizedWeights
@@ -17,10 +17,10 @@ from jgg.experts.backward import Kept, compute_gradients
 from jgg.experts.exchange import Arrival
 from jgg.experts.fp8_exchange import beside_quantization, sends_fp8, sent
 from jgg.experts.mlp import MoeMlp, Operands
+from jgg.experts.router.routing import Routing
 from jgg.linear import layer
 from jgg.linear.fp8 import Fp8, named
 from jgg.linear.low_rank import LowRank
-from jgg.router.routing import Routing
 
 
 def moe_mlp(

@@ -18,10 +18,10 @@ from jgg.experts.exchange import EXCHANGES
 from jgg.experts.mesh import MoESharding, axis_split_over, specs_of_parts
 from jgg.experts.moe import compute_mlp
 from jgg.experts.moves import Placement
+from jgg.experts.router.routing import Routing, compute_order
 from jgg.experts.sums import sum_all
 from jgg.launching.choice import How
 from jgg.primitives.barrier import barrier
-from jgg.router.routing import Routing, compute_order
 
 # Multiprocessors for the collective that sums the gradient of x while the gradient of w_gate_up is computed, or for
 # those that gather and scatter weights of other layers beside all products; kernels/trials.md has other numbers' times.

@@ -11,6 +11,7 @@ import numpy as np
 
 from jgg.core.arguments import as_path, check_instance
 from jgg.core.quantized import BLOCKS, QuantizedArray, scales_shape
+from jgg.experts.layer import MoELayer
 from jgg.hf.families import FAMILIES
 from jgg.hf.family import Family
 from jgg.hf.files import (
@@ -25,7 +26,6 @@ from jgg.hf.files import (
 )
 from jgg.hf.quantized import ALL, Quantization, QuantizedTensors, quantization
 from jgg.hf.tensors import SELECTION_BIAS, Tensor
-from jgg.layers import MoELayer
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DOWNLOAD = "jgg.hf.download(NAME) fetches a model from the Hub and returns its folder."

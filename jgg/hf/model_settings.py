@@ -4,9 +4,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jgg.core.arguments import as_int, check
+from jgg.core.mixers import AttentionConfig, LatentConfig, MixerConfig
 from jgg.hf.expert_settings import ACTIVATIONS
 from jgg.hf.family import Family
-from jgg.hf.mixers import AttentionConfig, LatentConfig, MixerConfig
 from jgg.hf.multimodal import OF_TOWERS
 from jgg.hf.rotary import read_logits_factor, read_rotary
 from jgg.hf.settings import LARGEST, Settings, language_model

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from jgg.core.arguments import as_finite, as_flag, check, check_instance
-from jgg.hf.mixers import RotaryConfig
+from jgg.core.mixers import RotaryConfig
 from jgg.hf.settings import Settings
 
 _LARGEST = float(np.finfo(np.float32).max)

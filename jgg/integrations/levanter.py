@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from jgg.activations import ActivationLike
+from jgg.core.activations import ActivationLike
 from jgg.experts.moe import moe_mlp
+from jgg.experts.router.routing import Routing, sort_by_expert
 from jgg.integrations.plugs import Framework, log_experts, log_grouped_gemm
 from jgg.linear.ragged_dot import ragged_dot as jgg_ragged_dot
-from jgg.router.routing import Routing, sort_by_expert
 
 _TESTED = ("0.2.227.dev40316220070",)
 _HALIAX = Framework("haliax", "marin-haliax", _TESTED)

@@ -18,12 +18,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import DTypeLike
 
-from jgg.activations import ActivationLike, clamped_swiglu
+from jgg.core.activations import ActivationLike, clamped_swiglu
 from jgg.core.arguments import check_one_of
+from jgg.experts.sharding import MoESharding, interleave, sharded_moe_mlp
 from jgg.integrations.maxtext_settings import check_settings, pre_activation_name
 from jgg.integrations.plugs import Framework, log_experts, log_grouped_gemm
 from jgg.linear.ragged_dot import ragged_dot
-from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 
 _MAXTEXT = Framework("MaxText", "maxtext", tested=("0.2.5",))
 _TRAINING = "maxtext.trainers.pre_train.train"

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jgg.configs.kernel_configs import KernelConfigForward
-from jgg.configs.tuned_configs import choose_config
+from jgg import KernelConfigForward
 from jgg.core.files import warn_once
 from jgg.core.gpu_target import known_target
 from jgg.core.problem import GroupedGemmProblem, check_problem
-from jgg.launching.choice import is_plain_jax
-from jgg.sharding import MoESharding
+from jgg.experts.sharding import MoESharding
+from jgg.extend import is_plain_jax
+from jgg.launching.tuned_configs import choose_config
 
 _logger = logging.getLogger("jgg")
 

@@ -15,11 +15,11 @@ from jax.interpreters import pxla
 
 from jgg.core.arguments import check
 from jgg.experts.moe import moe_mlp
+from jgg.experts.router.routing import route
+from jgg.experts.sharding import MoESharding, interleave, sharded_moe_mlp
 from jgg.integrations.plugs import Framework, log_experts
 from jgg.linear.lora import TARGETS, Lora, adapter_init, adapter_names
 from jgg.linear.low_rank import LowRank
-from jgg.router.routing import route
-from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 
 _TUNIX = Framework("tunix", "google-tunix", tested=("0.1.7",))
 _MODEL = "tunix.models.qwen3.model"

@@ -1,4 +1,4 @@
-"""The ways to compute a product, and the choice between them.
+"""The ways to compute an operation, and the choice between them.
 
 "triton" launches the kernels on a CUDA GPU, "xla" is plain differentiable JAX for any platform, "interpret" runs the
 kernels on the CPU. With None a traced program holds both "triton" and "xla", and the platform that it is compiled for
@@ -23,7 +23,7 @@ NAMES = ("triton", "xla", "interpret")
 
 
 class How(NamedTuple):
-    """How a product is to be computed.
+    """How an operation is to be computed.
 
     Attributes:
       implementation: one of NAMES or None.
@@ -39,7 +39,7 @@ class How(NamedTuple):
 
 
 class Launcher(NamedTuple):
-    """Runs a product's kernels, either on a GPU or in Triton's interpreter.
+    """Runs an operation's kernels, either on a GPU or in Triton's interpreter.
 
     Attributes:
       run: (kernel, Launch) -> the outputs by name.
@@ -54,7 +54,7 @@ class Launcher(NamedTuple):
         """The launcher for the implementation "triton" or "interpret" that `how` names."""
         if how.implementation == "interpret":
             return cls(interpret.call, interpret.TARGET)
-        triton.load()  # before a product imports its kernels
+        triton.load()  # before an operation imports its kernels
         return cls(functools.partial(triton.call, how.target.compute_capability), how.target)
 
 

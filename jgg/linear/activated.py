@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 
-from jgg.activations import Activation
+from jgg.core.activations import Activation
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How, is_plain_jax
 from jgg.products.activate import ACTIVATE, Activate

@@ -4,7 +4,6 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jgg.configs.dense_choice import is_faster_by_kernels
 from jgg.core.arguments import as_precision
 from jgg.core.gpu_target import current_target
 from jgg.core.manual_axes import alike
@@ -12,6 +11,7 @@ from jgg.core.matrix import Matrix
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds
 from jgg.launching.choice import How, is_plain_jax
+from jgg.launching.dense_choice import is_faster_by_kernels
 from jgg.linear.differentiable import Operands, compute
 from jgg.linear.linear import Linear, Routes
 

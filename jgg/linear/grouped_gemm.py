@@ -3,11 +3,11 @@
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.core.arguments import as_array, as_array_or_none, check_instance
 from jgg.core.problem import GroupedGemmProblem, check_problem
 from jgg.core.quantized import QuantizedArray, as_dense
 from jgg.launching.choice import how_of
+from jgg.launching.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.linear.differentiable import Arrays, compute_dw, compute_dx, compute_forward, compute_grouped_gemm
 from jgg.linear.linear import Configs, Linear
 from jgg.linear.low_rank import LowRank, checked_beside

@@ -15,7 +15,7 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jgg.activations import Activation
+from jgg.core.activations import Activation
 from jgg.core.matrix import Factors, Matrix
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import QuantizedArray, ToQuantize

@@ -5,11 +5,11 @@ from typing import NamedTuple
 
 import jax
 
-from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import Format, QuantizedArray
 from jgg.core.schedule import GroupBounds
 from jgg.launching.choice import How, is_plain_jax
+from jgg.launching.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.linear.fp8 import Fp8
 
 Rows = jax.Array | QuantizedArray

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.core.arguments import as_array, as_dtype, as_precision, check, check_instance, check_reals
 from jgg.core.gpu_target import current_target
 from jgg.core.problem import DTYPES
 from jgg.launching.choice import How, check_implementation, is_plain_jax
+from jgg.launching.kernel_configs import KernelConfigForward
 from jgg.products.symmetric import APPLY, SYMMETRIC, Apply, Symmetric
 
 

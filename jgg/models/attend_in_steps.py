@@ -1,7 +1,7 @@
 """Causal attention whose bits do not depend on the batch: by a kernel that takes keys in a fixed order.
 
-The forward pass is `jgg.products.attend.ATTEND`. The backward pass, in which bits may depend on the batch, is that of
-`jgg.models.attend`: by cuDNN, for the kernel's result and statistics, where cuDNN takes the arrays, else in plain JAX.
+The forward pass is `ATTEND`. The backward pass, in which bits may depend on the batch, is that of `jgg.models.attend`:
+by cuDNN, for the kernel's result and statistics, where cuDNN takes the arrays, else in plain JAX.
 """
 
 import functools
@@ -12,10 +12,10 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jgg.core.manual_axes import alike
-from jgg.launching.choice import How
+from jgg.extend import How
 from jgg.models import flash
 from jgg.models.attend import attend, finite_sinks, query_blocks, takes_flash
-from jgg.products.attend import ATTEND, Attend
+from jgg.models.operations.attend import ATTEND, Attend
 
 
 class Tokens(NamedTuple):

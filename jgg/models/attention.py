@@ -10,18 +10,17 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import check
 from jgg.core.gpu_target import current_target
-from jgg.hf.mixers import AttentionConfig
-from jgg.launching.choice import How
+from jgg.core.mixers import AttentionConfig
+from jgg.extend import How, barrier
 from jgg.models.attend import attend, finite_sinks
 from jgg.models.attend_in_steps import Tokens, attend_in_steps
 from jgg.models.config import ModelConfig
 from jgg.models.max_logits import max_logits
 from jgg.models.norms import how_of_rows, norm
+from jgg.models.operations.attend import ATTEND, PART, Attend, takes_heads_of
+from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne, written
 from jgg.models.parts import Options, linear, linear_several, set_params
 from jgg.models.rotary import Rotation, halves_first, rotated
-from jgg.primitives.barrier import barrier
-from jgg.products.attend import ATTEND, PART, Attend, takes_heads_of
-from jgg.products.attend_one import ATTEND_ONE, AttendOne, written
 
 PROJECTIONS = "attention_projections"  # a name of the products q, k and v, for a policy of `jax.checkpoint`
 

@@ -11,12 +11,12 @@ import jax.numpy as jnp
 from jax.nn.initializers import Initializer
 
 from jgg.core.arguments import check_instance
+from jgg.core.mixers import MixerConfig
+from jgg.experts.layer import MoELayer
 from jgg.hf.checkpoints import moe_layer
 from jgg.hf.families import FAMILIES
 from jgg.hf.family import Family
-from jgg.hf.mixers import MixerConfig
 from jgg.hf.model_settings import check_keys, read_model
-from jgg.layers import MoELayer
 from jgg.models.left_out import LeftOut
 from jgg.models.plan import Period, StackPlan, plan_of, schedule_of
 

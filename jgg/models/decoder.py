@@ -10,6 +10,8 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_flag, as_mask, check, check_instance
+from jgg.experts.sharding import MoESharding
+from jgg.extend import barrier
 from jgg.linear.fp8 import Fp8
 from jgg.linear.lora import Lora
 from jgg.models.attention import Place
@@ -24,8 +26,7 @@ from jgg.models.parts import TARGETS, Options, set_params
 from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.stacks import merge_stack, new_stack, put_forms, rotations_of, run_layers
 from jgg.models.tokens import as_choices, as_segments, as_tokens, as_weights, check_shape, runs_of
-from jgg.primitives.barrier import barrier
-from jgg.sharding import MoESharding
+from jgg.nnx import sow
 
 Caches = tuple[Any, ...]  # of each stack of the plan, in the form that its mixer gives it
 
@@ -364,8 +365,7 @@ class Decoder(nnx.Module):
             ),
             None if topk_indices is None else split_batch(topk_indices, sharding, axis=1),
         )
-        for name, values in sown.items() if hasattr(self, "__captures__") else ():
-            self.sow(nnx.Intermediate, name, values)
+        sow(self, sown)
         x = map_sequences(self._last_norm, self.options.mapped, self.norm[...], x)
         return x, None if after is None else tuple(after.values())
 

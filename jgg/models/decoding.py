@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jgg.extend import barrier
 from jgg.models import penalties
 from jgg.models.decoder import Caches, Decoder
 from jgg.models.head import Head
@@ -20,7 +21,6 @@ from jgg.models.penalties import Occurrences, Penalties
 from jgg.models.placement import split_batch
 from jgg.models.prefill import Plan, prefill, run_layers
 from jgg.models.sampling import Sampling, draw, of_samples
-from jgg.primitives.barrier import barrier
 
 
 class Request(NamedTuple):

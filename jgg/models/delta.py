@@ -11,12 +11,12 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import check
-from jgg.hf.mixers import DeltaConfig
+from jgg.core.mixers import DeltaConfig
 from jgg.models.attention import PROJECTIONS, Place
 from jgg.models.config import ModelConfig
 from jgg.models.delta_rule import delta_rule, delta_rule_one
+from jgg.models.operations.norm import rms_norm
 from jgg.models.parts import Options, linear, linear_several, set_params
-from jgg.products.norm import rms_norm
 
 _LARGEST_RATE, _SMALLEST_RATE = 16.0, 0.01  # of new layers' decays, from which exp(log_a) is drawn evenly
 

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from jgg.core.manual_axes import alike
-from jgg.launching.choice import How
+from jgg.extend import How
 from jgg.models.norms import how_of_rows
-from jgg.products.delta_rule import DELTA_RULE, DeltaRule
-from jgg.products.delta_rule_backward import DELTA_RULE_BACKWARD, DeltaRuleBackward
-from jgg.products.delta_rule_one import DELTA_RULE_ONE, DeltaRuleOne
-from jgg.products.plain import delta_rule as plain
+from jgg.models.operations import delta_rule_plain as plain
+from jgg.models.operations.delta_rule import DELTA_RULE, DeltaRule
+from jgg.models.operations.delta_rule_backward import DELTA_RULE_BACKWARD, DeltaRuleBackward
+from jgg.models.operations.delta_rule_one import DELTA_RULE_ONE, DeltaRuleOne
 
 EPSILON = 1e-6
 RESULT, STATES = "jgg_delta_rule", "jgg_delta_rule_states"  # what it names, for a policy of `jax.checkpoint`
@@ -51,7 +51,7 @@ def delta_rule(
         for none.
       scale: the factor of the results.
       epsilon: what is added to the sums of squares.
-      implementation: of `jgg.launching.choice.NAMES`, or None.
+      implementation: "triton", "xla", "interpret" or None.
 
     Returns: (y [B, S, value heads, V] in the dtype of v, the states after the last tokens, float32 [B, value heads, K,
       V]).

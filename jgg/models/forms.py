@@ -9,7 +9,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from jgg.core.quantized import WeightForms
-from jgg.launching.choice import How
+from jgg.extend import How
 from jgg.linear.fp8 import Fp8
 from jgg.linear.weights import Weights, forms_of_forward
 

@@ -10,12 +10,12 @@ from jax.typing import DTypeLike
 
 from jgg.core.manual_axes import alike
 from jgg.core.matrix import Matrix
+from jgg.experts.sharding import MoESharding
 from jgg.linear import layer
 from jgg.linear.dense import dense_layer, dense_operands
 from jgg.linear.differentiable import Operands
 from jgg.linear.linear import Linear
-from jgg.products.losses import final_logits
-from jgg.sharding import MoESharding
+from jgg.models.operations.losses import final_logits
 
 
 @dataclasses.dataclass(frozen=True)

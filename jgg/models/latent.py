@@ -18,18 +18,18 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import check
 from jgg.core.gpu_target import current_target
-from jgg.hf.mixers import LatentConfig
-from jgg.launching.choice import How
+from jgg.core.mixers import LatentConfig
+from jgg.extend import How
 from jgg.models.attend import attend
 from jgg.models.attend_plain import attend_plain
 from jgg.models.attention import PROJECTIONS, Place
 from jgg.models.config import ModelConfig
 from jgg.models.max_logits import max_logits
 from jgg.models.norms import norm
+from jgg.models.operations.attend_latents import ATTEND_LATENTS, AttendLatents
+from jgg.models.operations.attend_one import written
 from jgg.models.parts import Options, linear, linear_several, matrix_of, set_params
 from jgg.models.rotary import halves_first, rotated
-from jgg.products.attend_latents import ATTEND_LATENTS, AttendLatents
-from jgg.products.attend_one import written
 
 
 class LatentCache(NamedTuple):

@@ -9,9 +9,9 @@ from jax.typing import DTypeLike
 
 import jgg.nnx
 from jgg.core.gpu_target import current_target
+from jgg.core.mixers import MixerConfig
 from jgg.core.problem import has_few_rows
-from jgg.hf.mixers import MixerConfig
-from jgg.linear.fp8 import Fp8
+from jgg.extend import barrier
 from jgg.models import flash
 from jgg.models.attention import PROJECTIONS, Attention, Place
 from jgg.models.config import ModelConfig
@@ -21,7 +21,6 @@ from jgg.models.latent import Latent
 from jgg.models.mapped import map_module
 from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_beside, residual, sum_and_norm
 from jgg.models.parts import OF_EXPERTS, OF_MOE, Mlp, Options, merge_adapters, set_params
-from jgg.primitives.barrier import barrier
 
 EXPERTS = "experts"  # a name of the experts' result, where the backward pass needs it, for the same policy
 
@@ -114,11 +113,17 @@ class Layer(nnx.Module):
 
     def _experts(self, x: jax.Array, router_x: jax.Array | None, place: Place, generates: bool) -> jax.Array:
         """The experts' result for x [B, S, H]; the router takes router_x in its place, if that is not None."""
-        quantization = self._quantization(x, generates)
-        return self.moe._compute(x, router_x, place.topk_indices, place.mask, place.adapters, quantization)
+        return self.moe(
+            x,
+            place.topk_indices,
+            place.mask,
+            router_x=router_x,
+            adapters=place.adapters,
+            quantized=self._is_quantized(x, generates),
+        )
 
-    def _quantization(self, x: jax.Array, generates: bool) -> Fp8 | None:
-        """The recipe of the experts' products; none where text is generated and an expert has few rows.
+    def _is_quantized(self, x: jax.Array, generates: bool) -> bool:
+        """Whether the experts' products are in FP8; not where text is generated and an expert has few rows.
 
         FP8 products would not be faster than reading the weights as they are, and would transpose them first. By the
         number of rows alone, so that calls with as many tokens compute alike. With `batch_invariant` the recipe holds
@@ -126,9 +131,9 @@ class Layer(nnx.Module):
         """
         moe, quantization = self.config.moe, self.moe.quantization
         if quantization is None or not generates or self.options.batch_invariant:
-            return quantization
+            return True
         num_rows = x.shape[0] * x.shape[1] * moe.topk
-        return None if has_few_rows(num_rows, moe.num_experts, current_target()) else quantization
+        return not has_few_rows(num_rows, moe.num_experts, current_target())
 
     def merge_adapters(self) -> None:
         """Merges each LoRA adapter into its matrix."""

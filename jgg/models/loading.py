@@ -18,6 +18,7 @@ from jax.typing import DTypeLike
 from jgg.core.arguments import as_flag, check, check_instance
 from jgg.core.quantized import QuantizedArray
 from jgg.core.terminal import rich_console
+from jgg.experts.sharding import MoESharding
 from jgg.hf.checkpoints import Checkpoint, read_config, read_params
 from jgg.hf.family import FREQUENCIES, Family
 from jgg.hf.files import DTYPES, Header, check_names, errors_with
@@ -32,7 +33,6 @@ from jgg.models.parts import OF_EXPERTS, TARGETS
 from jgg.models.placement import place, put, spec_of, split_init
 from jgg.models.tensors import Stack, ends, expected_shapes, module_of, stacks
 from jgg.nnx import Frozen
-from jgg.sharding import MoESharding
 
 # what `experts` of `load` is by the names that commands have
 EXPERTS_BY_NAME: dict[str, str | Fp8] = {"bfloat16": "dense", "as-stored": "as stored", "fp8": Fp8()}

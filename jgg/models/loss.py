@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jgg.core.manual_axes import alike, vary_over, varying_axes
+from jgg.experts.sharding import MoESharding
+from jgg.extend import barrier
 from jgg.models.head import Head, dw_of, dx_of, logits_of
 from jgg.models.mapped import map_sequences
 from jgg.models.norms import how_of_rows
-from jgg.primitives.barrier import barrier
-from jgg.products.losses import LOSSES, Losses, Scored
-from jgg.sharding import MoESharding
+from jgg.models.operations.losses import LOSSES, Losses, Scored
 
 _LOGITS_BYTES = 2**29  # of float32 logits that exist at once, on each device
 

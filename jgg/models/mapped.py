@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from flax import nnx
 
-from jgg.sharding import MoESharding
+from jgg.experts.sharding import MoESharding
 
 P = jax.P
 

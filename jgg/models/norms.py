@@ -10,9 +10,8 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jgg.core.gpu_target import current_target, known_target
 from jgg.core.manual_axes import alike
-from jgg.launching.choice import How, is_plain_jax
-from jgg.primitives.barrier import barrier
-from jgg.products.norm import NORM, NORM_BACKWARD, Norm, Normalized, NormBackward, rms_norm
+from jgg.extend import How, barrier, is_plain_jax
+from jgg.models.operations.norm import NORM, NORM_BACKWARD, Norm, Normalized, NormBackward, rms_norm
 
 TOTAL, NORMALIZED = "attention", "normalized"  # what `add_and_norm` names its results, for a policy of `jax.checkpoint`
 

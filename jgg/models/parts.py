@@ -8,10 +8,11 @@ from flax import nnx
 from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
-from jgg.activations import find_activation
+from jgg.core.activations import find_activation
 from jgg.core.arguments import as_dtype, as_flag, as_int, check_one_of
 from jgg.core.matrix import Matrix
 from jgg.core.problem import DTYPES
+from jgg.experts.sharding import MoESharding
 from jgg.linear.activated import activated
 from jgg.linear.dense import dense
 from jgg.linear.fp8 import Fp8
@@ -21,7 +22,6 @@ from jgg.linear.lora import Lora, adapter_init
 from jgg.linear.several import dense_several
 from jgg.models.config import ModelConfig
 from jgg.models.placement import checked_sharding, split_init
-from jgg.sharding import MoESharding
 
 OF_ATTENTION = "w_q", "w_k", "w_v", "w_o"
 OF_LATENT = "w_q_a", "w_q_b", "w_kv_a", "w_kv_b"

@@ -10,7 +10,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import check, check_instance
-from jgg.sharding import MoESharding
+from jgg.experts.sharding import MoESharding
 
 P = jax.P
 

@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jgg.hf.mixers import MixerConfig, RotaryConfig
+from jgg.core.mixers import MixerConfig, RotaryConfig
 
 _LONGEST = 16  # layers of a period
 

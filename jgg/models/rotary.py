@@ -7,11 +7,10 @@ import jax
 import jax.numpy as jnp
 
 from jgg.core.manual_axes import alike
-from jgg.hf.mixers import RotaryConfig
-from jgg.launching.choice import How
+from jgg.core.mixers import RotaryConfig
+from jgg.extend import How, barrier
 from jgg.models.norms import how_of_rows, norm
-from jgg.primitives.barrier import barrier
-from jgg.products.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward, Rotated, rotate
+from jgg.models.operations.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward, Rotated, rotate
 
 type Rotation = tuple[jax.Array, jax.Array]
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jgg.hf.mixers import MixerConfig
+from jgg.core.mixers import MixerConfig
+from jgg.extend import barrier
 from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
 from jgg.models.layer import EXPERTS, Layer, Mixer
@@ -15,7 +16,6 @@ from jgg.models.mapped import map_module
 from jgg.models.norms import add_and_norm, norm, norm_beside, residual, sum_and_norm
 from jgg.models.parts import Mlp, Options
 from jgg.nnx import Frozen
-from jgg.primitives.barrier import barrier
 
 
 class _Branches(NamedTuple):

@@ -12,8 +12,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jgg.core.gpu_target import current_target
-from jgg.hf.mixers import RotaryConfig
-from jgg.launching.choice import How
+from jgg.core.mixers import RotaryConfig
+from jgg.extend import How
 from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
 from jgg.models.forms import kept_forms

@@ -12,8 +12,8 @@ from jax.typing import ArrayLike
 
 from jgg.core.arguments import as_array, check, check_integers, check_rank, check_reals
 from jgg.core.schedule import saturated_int32
+from jgg.experts.router.routing import as_given_choices
 from jgg.models.placement import on_host
-from jgg.router.routing import as_given_choices
 
 _INT32 = jnp.iinfo(jnp.int32)
 

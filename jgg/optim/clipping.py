@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jgg.core.arguments import as_array, check, check_instance
-from jgg.hf.mixers import AttentionConfig, LatentConfig
+from jgg.core.mixers import AttentionConfig, LatentConfig
 from jgg.linear.lora import adapter_names
 from jgg.models import Decoder
 

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_dtype, check, check_one_of
 from jgg.core.problem import DTYPES
-from jgg.launching.choice import check_implementation
+from jgg.extend import check_implementation
 from jgg.linear.symmetric import apply, symmetric_product
 from jgg.optim.coefficients import Coefficients, CoefficientsLike, coefficients_of
 

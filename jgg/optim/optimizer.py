@@ -12,12 +12,11 @@ from optax.contrib import MuonDimensionNumbers
 
 from jgg.core.arguments import as_dtype, as_flag, check
 from jgg.core.problem import DTYPES
-from jgg.launching.choice import check_implementation
+from jgg.extend import barrier, check_implementation
 from jgg.optim.coefficients import Coefficients, CoefficientsLike, coefficients_of
 from jgg.optim.newton_schulz import checked_method, iterate, scaled
 from jgg.optim.parameters import matrices, matrix_axes, of_leaves, shape_factor
 from jgg.optim.split import map_stacks, placed
-from jgg.primitives.barrier import barrier
 
 
 class MuonState(NamedTuple):

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgg.activations import Activation
+from jgg.core.activations import Activation
 from jgg.core.quantized import Format, QuantizedArray, quantize, quantized_types
 from jgg.launching.choice import How, Launcher
 from jgg.primitives import vmap
+from jgg.primitives.operation import Operation, array_type, split_by_xla
 from jgg.primitives.partitioning import WHOLE, Letters
-from jgg.primitives.product import Product, array_type, split_by_xla
 from jgg.products.launches import activations as launches
 from jgg.products.launches.activations import (
     Activate,
@@ -62,7 +62,7 @@ def _merge_activate(
     return vmap.more_rows(compute, operands, batched) if stored_as is None else None
 
 
-ACTIVATE: Product[Activated] = Product(
+ACTIVATE: Operation[Activated] = Operation(
     "activate",
     Activate,
     result_types=_activate_types,
@@ -153,7 +153,7 @@ def _backward_letters(operands: ActivateBackward, stored_as: Format | None = Non
     return Letters(letters, (_EACH, _EACH, "t"), ("", "", ""))
 
 
-ACTIVATE_BACKWARD: Product[ActivationGradients] = Product(
+ACTIVATE_BACKWARD: Operation[ActivationGradients] = Operation(
     "activate_backward",
     ActivateBackward,
     result_types=_backward_types,

@@ -6,12 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
 from jgg.launching.choice import How, Launcher
+from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
 from jgg.primitives import vmap
+from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import WHOLE, Letters
-from jgg.primitives.product import Product, array_type
 
 _BLOCK_COLUMNS = 1024
 _EACH = "t" + WHOLE
@@ -63,7 +63,7 @@ def _merge_batch(how: How, operands: AddGated, batched: AddGated) -> jax.Array:
     return ADD_GATED(how, jax.tree.map(vmap.flat, each)).reshape(each.y.shape)
 
 
-ADD_GATED: Product[jax.Array] = Product(
+ADD_GATED: Operation[jax.Array] = Operation(
     "add_gated",
     AddGated,
     result_types=_types,

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jgg.primitives.product import Product, array_type, split_by_xla
+from jgg.primitives.operation import Operation, array_type, split_by_xla
 
 
 class Buffer(NamedTuple):
@@ -23,7 +23,7 @@ def _plain(operands: Buffer, shape: tuple[int, ...], dtype: DTypeLike) -> jax.Ar
     return jnp.zeros(shape, dtype)
 
 
-BUFFER: Product[jax.Array] = Product(
+BUFFER: Operation[jax.Array] = Operation(
     "buffer",
     Buffer,
     result_types=lambda operands, shape, dtype: array_type(shape, dtype),

@@ -8,16 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jgg.configs.kernel_configs import power_of_2
-from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY
 from jgg.core.problem import MAX_ROWS, GroupedGemmProblem
 from jgg.core.quantized import BLOCK, QuantizedArray, is_quantized, values_and_scales
 from jgg.core.schedule import GroupBounds, between_groups, guarded, inverse_permutation
 from jgg.launching.choice import How, Launcher
+from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch, flat
+from jgg.launching.requirements import FP8_COMPUTE_CAPABILITY
 from jgg.primitives import vmap
+from jgg.primitives.operation import Operation, array_type, split_by_xla
 from jgg.primitives.partitioning import Letters
-from jgg.primitives.product import Product, array_type, split_by_xla
 
 
 class Combine(NamedTuple):
@@ -151,7 +151,7 @@ def _letters(operands: Combine, topk: int, dtype: np.dtype | None = None) -> Let
     return Letters({"rows": ".n", "positions": ".", "scales": None}, (".n",), ("",))
 
 
-COMBINE: Product[jax.Array] = Product(
+COMBINE: Operation[jax.Array] = Operation(
     "combine",
     Combine,
     result_types=_result_types,

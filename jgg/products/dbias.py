@@ -7,14 +7,14 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds, Rows, group_of_rows, guarded
 from jgg.launching.choice import How, Launcher
+from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
 from jgg.primitives import vmap
+from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import Letters
-from jgg.primitives.product import Product, array_type
 from jgg.products.dw import row_scales
 from jgg.products.plain import row_blocks
 from jgg.products.plain import rows as plain
@@ -76,7 +76,7 @@ def _letters(operands: Dbias, problem: GroupedGemmProblem) -> Letters:
     return Letters({"dy": ".n", "gather_indices": ".", "topk_weights": None}, ("en",), ("",))
 
 
-DBIAS: Product[jax.Array] = Product(
+DBIAS: Operation[jax.Array] = Operation(
     "dbias",
     Dbias,
     result_types=lambda operands, problem: array_type((problem.num_experts, problem.out_features), jnp.float32),

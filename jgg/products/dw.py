@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import KernelConfigDW
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import QuantizedArray
 from jgg.core.schedule import GroupBounds, Rows, guarded, row_parts
 from jgg.launching.choice import How, Launcher
+from jgg.launching.kernel_configs import KernelConfigDW
 from jgg.launching.launch import flat
 from jgg.primitives import vmap
+from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import Letters
-from jgg.primitives.product import Product, array_type
 from jgg.products.combine import Combine, combine, dense_rows, expert_order
 from jgg.products.launches import column_parts, every_gpu, hopper
 from jgg.products.launches.operands import OuterProduct
@@ -125,7 +125,7 @@ def _letters(operands: Dw, problem: GroupedGemmProblem) -> Letters | None:
     return Letters(rows, (problem.w_layout,), ("",))
 
 
-DW: Product[jax.Array] = Product(
+DW: Operation[jax.Array] = Operation(
     "dw",
     Dw,
     result_types=lambda operands, problem: array_type(problem.w_shape, KernelConfigDW.result_dtype(problem)),

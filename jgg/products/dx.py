@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import KernelConfigDX
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds, Rows
 from jgg.launching.choice import How, Launcher
+from jgg.launching.kernel_configs import KernelConfigDX
 from jgg.launching.launch import flat
 from jgg.primitives import vmap
+from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import Letters
-from jgg.primitives.product import Product, array_type
 from jgg.products.combine import Combine, Place, combine, gather, positions_of_tokens, token_order
 from jgg.products.launches import column_parts, every_gpu, hopper
 from jgg.products.launches.operands import RowProduct
@@ -182,7 +182,7 @@ def _letters(operands: Dx, problem: GroupedGemmProblem) -> Letters | None:
     return Letters(rows, (".k", "."), ("en", "enk"))
 
 
-DX: Product[DxResults] = Product(
+DX: Operation[DxResults] = Operation(
     "dx",
     Dx,
     result_types=_result_types,

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import QuantizedArray, ToQuantize, block_of, is_quantized
 from jgg.core.schedule import GroupBounds, Rows
 from jgg.launching.choice import How, Launcher
+from jgg.launching.kernel_configs import KernelConfigForward
 from jgg.launching.launch import flat
 from jgg.primitives import vmap
+from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import Letters
-from jgg.primitives.product import Product, array_type
 from jgg.products.combine import Combine, Place, combine, expert_order, gather, positions_of_tokens, token_order
 from jgg.products.launches import column_parts, every_gpu, hopper, hopper_quantized
 from jgg.products.launches.operands import RowProduct
@@ -249,7 +249,7 @@ def _letters(operands: Forward, problem: GroupedGemmProblem) -> Letters | None:
     return Letters(rows, (".n",), ("ek",))
 
 
-FORWARD: Product[jax.Array] = Product(
+FORWARD: Operation[jax.Array] = Operation(
     "forward",
     Forward,
     result_types=lambda operands, problem: array_type(problem.y_shape, problem.out_dtype),

@@ -7,13 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jgg.configs.kernel_configs import Tile, power_of_2
 from jgg.core.gpu_target import Target
 from jgg.launching.choice import How, Launcher
+from jgg.launching.kernel_configs import Tile, power_of_2
 from jgg.launching.launch import PRECISIONS, Launch, matrix
 from jgg.primitives import vmap
+from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import WHOLE, Letters
-from jgg.primitives.product import Product, array_type
 from jgg.products.launches.pieces import Pieces
 from jgg.products.plain.pieces import pieces_of, sum_of_products
 
@@ -130,7 +130,7 @@ def _merge_batch(how: How, operands: Logits, batched: Logits, precision: jax.lax
     return logits.reshape(*operands.x.shape[:2], -1)
 
 
-LOGITS: Product[jax.Array] = Product(
+LOGITS: Operation[jax.Array] = Operation(
     "logits",
     Logits,
     result_types=_types,

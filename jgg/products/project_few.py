@@ -6,11 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
 from jgg.launching.choice import How, Launcher
+from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
 from jgg.primitives import vmap
-from jgg.primitives.product import Product, array_type, split_by_xla
+from jgg.primitives.operation import Operation, array_type, split_by_xla
 
 MOST_ROWS = 64
 _STEP_BYTES = 512  # of a row of x in a step
@@ -87,7 +87,7 @@ def _merge_batch(how: How, operands: ProjectFew, batched: ProjectFew) -> Project
     return vmap.each_by_xla(_plain, operands, batched)
 
 
-PROJECT_FEW: Product[Projected] = Product(
+PROJECT_FEW: Operation[Projected] = Operation(
     "project_few",
     ProjectFew,
     result_types=_result_types,

@@ -7,8 +7,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
-from jgg.configs.requirements import FP8_COMPUTE_CAPABILITY
 from jgg.core.quantized import (
     BLOCK,
     Format,
@@ -21,8 +19,10 @@ from jgg.core.quantized import (
     quantized_types,
 )
 from jgg.launching.choice import Launcher
+from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
-from jgg.primitives.product import Product, array_type, split_by_xla
+from jgg.launching.requirements import FP8_COMPUTE_CAPABILITY
+from jgg.primitives.operation import Operation, array_type, split_by_xla
 
 ROW_BLOCK = 1, BLOCK
 WEIGHT_BLOCK = BLOCK, BLOCK
@@ -79,7 +79,7 @@ def _launch_rows(launcher: Launcher, operands: Quantize, stored_as: Format) -> Q
     return QuantizedArray(**launcher.run(quantize_rows_kernel, launch))
 
 
-QUANTIZE_ROWS: Product[QuantizedArray] = Product(
+QUANTIZE_ROWS: Operation[QuantizedArray] = Operation(
     "quantize_rows",
     Quantize,
     result_types=_row_types,
@@ -155,7 +155,7 @@ def _launch_weights(
     return QuantizedMatrices(**absent | launcher.run(quantize_weights_kernel, launch))
 
 
-QUANTIZE_WEIGHTS: Product[QuantizedMatrices] = Product(
+QUANTIZE_WEIGHTS: Operation[QuantizedMatrices] = Operation(
     "quantize_weights",
     Quantize,
     result_types=_weight_types,

@@ -6,10 +6,10 @@ import jax
 import jax.export
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
 from jgg.launching.choice import How, Launcher, is_plain_jax
+from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
-from jgg.primitives.product import Product, array_type
+from jgg.primitives.operation import Operation, array_type
 from jgg.products.sort import SORT, Sort
 from jgg.products.top_k import TOP_K, TopK
 
@@ -92,7 +92,7 @@ def _merge_batch(how: How, operands: RouteFew, batched: RouteFew, topk: int) -> 
     return jax.vmap(lambda each: _several(how, each, topk))(operands)
 
 
-ROUTE_FEW: Product[Routed] = Product(
+ROUTE_FEW: Operation[Routed] = Operation(
     "route_few",
     RouteFew,
     result_types=_result_types,

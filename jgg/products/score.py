@@ -7,12 +7,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
 from jgg.launching.choice import How, Launcher
+from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import MAX_EXPERTS, Launch
 from jgg.primitives import vmap
+from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import WHOLE, Letters
-from jgg.primitives.product import Product, array_type
 from jgg.products.plain.choices import of_choices
 
 _EXPERTS_OF_WARP = 256
@@ -61,7 +61,7 @@ def _merge_score(how: How, operands: Score, batched: Score, score: str) -> jax.A
     return scores.reshape(operands.logits.shape)
 
 
-SCORE: Product[jax.Array] = Product(
+SCORE: Operation[jax.Array] = Operation(
     "score",
     Score,
     result_types=_score_types,
@@ -136,7 +136,7 @@ def _merge_weigh(how: How, operands: Weigh, batched: Weigh, **parameters: Any) -
     return vmap.more_rows(functools.partial(WEIGH, how, **parameters), operands, batched)
 
 
-WEIGH: Product[jax.Array] = Product(
+WEIGH: Operation[jax.Array] = Operation(
     "weigh",
     Weigh,
     result_types=_weights_types,

@@ -6,11 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
 from jgg.launching.choice import Launcher
+from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import MAX_EXPERTS, Launch
+from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import ROWS, WHOLE, Letters
-from jgg.primitives.product import Product, array_type
 
 _MAX_PROGRAMS = 512  # limited, as a single program adds up the counts of all
 _FEW_ROWS = 256  # rows that one program sorts by comparing all with all, _STEP_ROWS at once
@@ -106,7 +106,7 @@ def _launch(launcher: Launcher, operands: Sort, num_experts: int) -> Sorted:
     return Sorted(sums["group_sizes"], launcher.run(place_rows_kernel, placed)["gather_indices"])
 
 
-SORT: Product[Sorted] = Product(
+SORT: Operation[Sorted] = Operation(
     "sort",
     Sort,
     result_types=_result_types,

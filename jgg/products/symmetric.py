@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds
 from jgg.launching.choice import How, Launcher
+from jgg.launching.kernel_configs import KernelConfigForward
 from jgg.primitives.barrier import barrier
+from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import WHOLE, Letters
-from jgg.primitives.product import Product, array_type
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.launches import symmetric
 
@@ -138,7 +138,7 @@ def _merge_batch_of_apply(how: How, operands: Apply, batched: Apply, **parameter
     return APPLY(how, operands, **parameters) if all(batched) else None
 
 
-SYMMETRIC: Product[jax.Array] = Product(
+SYMMETRIC: Operation[jax.Array] = Operation(
     "symmetric",
     Symmetric,
     result_types=lambda operands, dtype, precision: array_type(
@@ -151,7 +151,7 @@ SYMMETRIC: Product[jax.Array] = Product(
 )
 """terms[0] * left @ right^T + terms[1] * add + terms[2] * I, in `dtype`; `precision` is that of float32 products."""
 
-APPLY: Product[jax.Array] = Product(
+APPLY: Operation[jax.Array] = Operation(
     "apply",
     Apply,
     result_types=lambda operands, dtype, precision: array_type((*operands.p.shape[:-1], operands.x.shape[-1]), dtype),

@@ -7,12 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
 from jgg.launching.choice import How, Launcher
+from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import MAX_EXPERTS, Launch
 from jgg.primitives import vmap
+from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import WHOLE, Letters
-from jgg.primitives.product import Product, array_type
 
 
 class TopK(NamedTuple):
@@ -51,7 +51,7 @@ def _merge_batch(how: How, operands: TopK, batched: TopK, topk: int) -> jax.Arra
     return vmap.more_rows(functools.partial(TOP_K, how, topk=topk), operands, batched)
 
 
-TOP_K: Product[jax.Array] = Product(
+TOP_K: Operation[jax.Array] = Operation(
     "top_k",
     TopK,
     result_types=lambda operands, topk: array_type((operands.scores.shape[0], topk), jnp.int32),

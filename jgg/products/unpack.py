@@ -13,7 +13,7 @@ from jgg.core import mxfp4
 from jgg.core.quantized import QuantizedArray, block_of, scaled
 from jgg.launching.choice import How, Launcher
 from jgg.launching.launch import Launch
-from jgg.primitives.product import Product, array_type, split_by_xla
+from jgg.primitives.operation import Operation, array_type, split_by_xla
 
 _BLOCK = 16, 256  # rows and columns of bytes that a program unpacks
 _BLOCK_ALONG_COLUMNS = 32, 128  # the same where two columns share a byte
@@ -63,7 +63,7 @@ def _merge_batch(how: How, operands: Unpack, batched: Unpack, dtype: np.dtype) -
     return UNPACK(how, operands, dtype=dtype) if all(batched) else None
 
 
-UNPACK: Product[jax.Array] = Product(
+UNPACK: Operation[jax.Array] = Operation(
     "unpack",
     Unpack,
     result_types=_result_types,

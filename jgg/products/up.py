@@ -6,10 +6,10 @@ from typing import Any
 
 import jax
 
-from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.core.problem import GroupedGemmProblem
 from jgg.launching.choice import How, Launcher
-from jgg.primitives.product import Product, array_type
+from jgg.launching.kernel_configs import KernelConfigForward
+from jgg.primitives.operation import Operation, array_type
 from jgg.products import forward
 from jgg.products.activate import ACTIVATE
 from jgg.products.forward import FORWARD, Forward
@@ -74,7 +74,7 @@ def _merge_batch(
     return jax.vmap(lambda operands: _several(how, operands, problem, **parameters), in_axes=(axes,))(operands)
 
 
-UP: Product[Activated] = Product(
+UP: Operation[Activated] = Operation(
     "up",
     Forward,
     result_types=_result_types,

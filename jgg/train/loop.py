@@ -11,8 +11,8 @@ import optax
 from flax import nnx
 
 from jgg.core.arguments import as_int, check, check_instance
+from jgg.experts.sharding import MoESharding
 from jgg.nnx import Frozen
-from jgg.sharding import MoESharding
 from jgg.train.checkpoints import FrozenWeights, TrainingError, opened, restored, save
 from jgg.train.compiling import compiler_options
 from jgg.train.meter import Meter, Speed

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from jgg.hf.mixers import MixerConfig
+from jgg.core.mixers import MixerConfig
 from jgg.models import Decoder
 
 PEAK_FLOPS = {"NVIDIA H100": 989e12, "NVIDIA H200": 989e12}  # dense bfloat16, by the beginning of a device's name

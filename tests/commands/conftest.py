@@ -2,7 +2,7 @@
 
 import pytest
 
-from jgg.configs import tuned_files
+from jgg.launching import tuned_files
 
 
 @pytest.fixture

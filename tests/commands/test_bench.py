@@ -14,7 +14,7 @@ from _jgg_command import main
 from _jgg_command.parser import make_parser
 from jgg.cli import bench, options
 from jgg.cli.console import number
-from jgg.measuring import timing, ways, workloads
+from jgg.tuning import timing, ways, workloads
 
 pytestmark = pytest.mark.xdist_group("bench")  # one worker compiles what they share
 OWN = ["--m=24", "--k=8", "--n=6", "--experts=4", "--topk=2", "--dtype=float32"]

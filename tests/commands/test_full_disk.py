@@ -12,11 +12,11 @@ from flax import nnx
 
 import jgg.train
 from _jgg_command import main
-from jgg import tuning
 from jgg.cli.demo import train
 from jgg.cli.training import finetune, loop, results
-from jgg.measuring.workloads import gemm
 from jgg.train import checkpoints
+from jgg.tuning import search as tuning
+from jgg.tuning.workloads import gemm
 from tests.support.demo import settings
 from tests.support.models import folder_with_tokenizer
 

@@ -14,16 +14,16 @@ import pytest
 import jgg
 from _jgg_command import arguments as types
 from _jgg_command import parser
-from jgg import tuning
 from jgg.cli import bench, demo
 from jgg.core.problem import DTYPES, W_LAYOUTS
 from jgg.core.quantized import E4M3
 from jgg.experts.exchange import EXCHANGES
 from jgg.experts.mesh import FSDP_SPLITS
 from jgg.launching import choice
-from jgg.measuring import workloads
 from jgg.models.parts import ALL_TARGETS, REMAT, TARGETS
 from jgg.train.logs import TRACKERS
+from jgg.tuning import search as tuning
+from jgg.tuning import workloads
 from tests.support.processes import ROOT
 
 # runs the command as installed, and says in the end whether it imported JAX

@@ -5,8 +5,8 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from jgg.measuring import workloads
-from jgg.measuring.roofline import least_seconds, percent_of_roofline
+from jgg.tuning import workloads
+from jgg.tuning.roofline import least_seconds, percent_of_roofline
 
 SIZES = {"num_rows": 24, "in_features": 8, "out_features": 6, "num_experts": 4, "topk": 2}
 

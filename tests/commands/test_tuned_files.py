@@ -7,14 +7,14 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
-from jgg.configs import tuned_configs, tuned_files
-from jgg.configs.heuristic import heuristic_config, hopper_config
-from jgg.configs.kernel_configs import CONFIG_TYPES, KERNELS
 from jgg.core.gpu_target import Target
 from jgg.core.schedule import group_bounds
+from jgg.launching import tuned_configs, tuned_files
 from jgg.launching.choice import Launcher
-from jgg.measuring.workloads import gemm
+from jgg.launching.heuristic import heuristic_config, hopper_config
+from jgg.launching.kernel_configs import CONFIG_TYPES, KERNELS
 from jgg.products.forward import FORWARD, Forward
+from jgg.tuning.workloads import gemm
 from tests.support.tuned_entries import HOPPER, PROBLEM, SIZES, UNUSUAL, chosen, entry
 
 pytestmark = pytest.mark.usefixtures("own_file")

@@ -11,12 +11,12 @@ import pytest
 
 import jgg
 from _jgg_command import main
-from jgg import tuning
-from jgg.configs import tuned_configs, tuned_files
-from jgg.configs.heuristic import heuristic_config
-from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.core.gpu_target import Target
-from jgg.measuring.workloads import gemm, load_layers
+from jgg.launching import tuned_configs, tuned_files
+from jgg.launching.heuristic import heuristic_config
+from jgg.launching.kernel_configs import CONFIG_TYPES
+from jgg.tuning import search as tuning
+from jgg.tuning.workloads import gemm, load_layers
 from tests.support.marks import thorough_but
 from tests.support.tuned_entries import HOPPER, SIZES, chosen
 

@@ -22,7 +22,7 @@ from jgg.launching import compile_ahead, triton  # noqa: E402
 from jgg.launching.compile_ahead import AheadCompiler, Noted  # noqa: E402
 from jgg.launching.interpret import InterpreterLock  # noqa: E402
 from jgg.launching.launch import Launch  # noqa: E402
-from jgg.primitives.product import Product  # noqa: E402
+from jgg.primitives.operation import Operation  # noqa: E402
 from tests.support import processes  # noqa: E402
 
 HAS_GLUON_KERNEL = unlike(WARP_SPECIALIZED) is None
@@ -184,7 +184,7 @@ def on_one_device(function):
 @pytest.fixture
 def with_threads(monkeypatch):
     """A function that lets so many threads compile beside the program's own, and forgets what was noted before."""
-    return lambda count: monkeypatch.setattr(Product, "ahead", AheadCompiler(count))
+    return lambda count: monkeypatch.setattr(Operation, "ahead", AheadCompiler(count))
 
 
 @pytest.mark.parametrize("wrap", [lambda function: function, on_one_device], ids=["jit", "shard_map"])
@@ -213,7 +213,7 @@ def test_what_is_only_traced_is_not_compiled(compiled, with_threads):
     jax.clear_caches()
     with jgg.target(90):
         jax.eval_shape(products, [operands(**PLAIN), operands(**LARGER)])
-    assert Product.ahead.noted
+    assert Operation.ahead.noted
     assert not compiled
 
 

@@ -12,11 +12,11 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
-from jgg.configs import tuned_configs, tuned_files
-from jgg.configs.heuristic import plain_config
-from jgg.configs.kernel_configs import CONFIG_TYPES, KERNELS
-from jgg.configs.requirements import KERNEL_REQUIREMENTS, can_run
 from jgg.core.gpu_target import current_target
+from jgg.launching import tuned_configs, tuned_files
+from jgg.launching.heuristic import plain_config
+from jgg.launching.kernel_configs import CONFIG_TYPES, KERNELS
+from jgg.launching.requirements import KERNEL_REQUIREMENTS, can_run
 from tests.programs.lower_defaults import random_problem
 from tests.support import processes
 
@@ -57,7 +57,7 @@ def test_kernels_fit(compute_capability):
     too_large = [kernel for kernel in kernels if kernel["shared_memory"] > limit]
     assert not too_large, f"more than {limit} bytes of shared memory: {table(too_large)}"
     surprising = [kernel for kernel in kernels if kernel["most"] and kernel["shared_memory"] > kernel["most"]]
-    assert not surprising, f"more than jgg.configs.requirements.shared_memory says: {table(surprising)}"
+    assert not surprising, f"more than jgg.launching.requirements.shared_memory says: {table(surprising)}"
     assert {"forward_kernel", "dx_kernel", "dw_kernel"} < {kernel["kernel"] for kernel in kernels}
 
 

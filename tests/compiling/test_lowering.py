@@ -8,10 +8,10 @@ import json
 import pytest
 
 import jgg
-from jgg.configs import tuned_files
-from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.core.gpu_target import current_target
 from jgg.core.versions import WARP_SPECIALIZED, unlike
+from jgg.launching import tuned_files
+from jgg.launching.kernel_configs import CONFIG_TYPES
 from tests.programs.lower_kernels import (
     HOPPER_KERNELS,
     KERNELS,

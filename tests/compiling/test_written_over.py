@@ -13,7 +13,7 @@ import pytest
 import jgg
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How, Launcher
-from jgg.products.attend_one import ATTEND_ONE, AttendOne
+from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne
 from jgg.products.combine import Combine, Place, combine
 
 LAYERS, TOKENS, HEADS, FEATURES = 2, 3, 2, 32

@@ -14,7 +14,7 @@ from flax import nnx
 import jgg
 import jgg.linen
 import jgg.nnx
-from jgg.activations import Activation, clamped_swiglu
+from jgg.core.activations import Activation, clamped_swiglu
 from jgg.layers import MoELayer
 from jgg.sharding import MoESharding, interleave, sharded_moe_mlp
 

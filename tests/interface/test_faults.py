@@ -18,14 +18,13 @@ import pytest
 
 import jgg
 from _jgg_command import main
-from jgg import tuning
 from jgg.cli import info
-from jgg.configs import tuned_files
-from jgg.configs.heuristic import heuristic_config
 from jgg.core import files
 from jgg.core.gpu_target import Target
-from jgg.launching import choice
-from jgg.measuring.workloads import gemm
+from jgg.launching import choice, tuned_files
+from jgg.launching.heuristic import heuristic_config
+from jgg.tuning import search as tuning
+from jgg.tuning.workloads import gemm
 from tests.support.tuned_entries import HOPPER, PROBLEM, SIZES, UNUSUAL, chosen, entry
 
 

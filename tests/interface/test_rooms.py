@@ -3,6 +3,8 @@
 import ast
 import re
 
+import pytest
+
 from tests.support.processes import ROOT
 
 PACKAGE = ROOT / "jgg"
@@ -59,6 +61,20 @@ def test_rooms_import_from_later_ones():
         if room in place
         for name in imported(path)
         if place.get(name.split(".")[1], place[room]) < place[room]
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("room", ["_jgg_command", "cli", "train", "data", "optim", "models"])
+def test_what_stands_beyond_the_fence_is_not_imported(room):
+    """What makes an operation of kernels is in jgg.extend."""
+    beyond = ("jgg.products", "jgg.primitives", "jgg.launching")
+    wrong = [
+        f"{path.relative_to(ROOT)} imports {name}"
+        for path, parts in modules().items()
+        if parts[0] == room
+        for name in imported(path)
+        if name.startswith(beyond)
     ]
     assert not wrong
 

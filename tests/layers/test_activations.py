@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgg.activations import ACTIVATIONS, Activation, clamped_swiglu, find_activation
+from jgg.core.activations import ACTIVATIONS, Activation, clamped_swiglu, find_activation
 from tests.support.closeness import assert_close
 from tests.support.marks import thorough_but
 from tests.support.moe_oracle import DATA, FUNCTIONS, activate, clamped, make

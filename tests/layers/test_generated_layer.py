@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import jgg
-from jgg.activations import ACTIVATIONS
+from jgg.core.activations import ACTIVATIONS
 from tests.support import marks, moe_oracle, oracle
 from tests.support.cases import MAX_INT, MIN_INT
 from tests.support.closeness import assert_close

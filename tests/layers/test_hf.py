@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 import jgg.hf
 import jgg.linen
 import jgg.nnx
-from jgg.activations import clamped_swiglu
+from jgg.core.activations import clamped_swiglu
 from jgg.hf.families import FAMILIES
 from jgg.hf.quantized import quantization
 from jgg.hf.tensors import SELECTION_BIAS

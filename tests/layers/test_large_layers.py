@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from benchmarks import layer as measuring
-from jgg.measuring.workloads import load_layers
+from jgg.tuning.workloads import load_layers
 
 
 def gpu_layer(name, **changes):

@@ -12,7 +12,7 @@ import pytest
 import jgg
 import jgg.linen
 import jgg.nnx
-from jgg.activations import ACTIVATIONS
+from jgg.core.activations import ACTIVATIONS
 from jgg.layers import MoELayer
 from tests.support import fp8
 from tests.support.closeness import distance

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.activations import ACTIVATIONS
-from jgg.configs.heuristic import hopper_config
-from jgg.configs.kernel_configs import KernelConfigForward
-from jgg.configs.tuned_configs import choose_config
+from jgg.core.activations import ACTIVATIONS
 from jgg.core.gpu_target import current_target
 from jgg.core.problem import check_problem
 from jgg.core.quantized import Format
 from jgg.core.schedule import group_bounds
 from jgg.launching.choice import How
+from jgg.launching.heuristic import hopper_config
+from jgg.launching.kernel_configs import KernelConfigForward
+from jgg.launching.tuned_configs import choose_config
 from jgg.products.activate import ACTIVATE, Activate
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.up import UP

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgg.activations import ACTIVATIONS, Activation, find_activation
+from jgg.core.activations import ACTIVATIONS, Activation, find_activation
 from jgg.linear.activated import activated
 from tests.support.closeness import assert_close
 from tests.support.marks import EVERYWHERE, INTERPRET, TRITON, on

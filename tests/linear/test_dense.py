@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.configs import dense_choice
-from jgg.configs.dense_choice import Measured
 from jgg.core.gpu_target import Target
 from jgg.core.matrix import Factors, Matrix
+from jgg.launching import dense_choice
+from jgg.launching.dense_choice import Measured
 from jgg.linear.dense import dense, dense_layer
 
 ROWS, K, N, RANK = (2, 3), 24, 40, 3

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.configs import requirements
-from jgg.configs.heuristic import hopper_config
-from jgg.configs.kernel_configs import KernelConfigForward
 from jgg.core.triangle import lower_tiles
+from jgg.launching import requirements
+from jgg.launching.heuristic import hopper_config
+from jgg.launching.kernel_configs import KernelConfigForward
 from jgg.linear.symmetric import apply, symmetric_product
 
 GROUPS = (2, 3)

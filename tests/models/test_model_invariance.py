@@ -12,7 +12,7 @@ from flax import nnx
 import jgg
 import jgg.models
 import jgg.nnx
-from jgg.primitives.product import Call
+from jgg.primitives.operation import Call
 from tests.support.models import FAMILIES, config_of, loaded, reference, with_mxfp4
 
 # what moves or rounds numbers

@@ -12,8 +12,8 @@ from flax import nnx
 
 import jgg.hf
 import jgg.models
+from jgg.core.mixers import MixerConfig
 from jgg.hf.families import FAMILIES
-from jgg.hf.mixers import MixerConfig
 from jgg.hf.model_settings import in_layers
 from jgg.hf.tensors import matrix
 from jgg.models.attention import Place

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.hf.mixers import RotaryConfig
+from jgg.core.mixers import RotaryConfig
 from jgg.models.norms import (
     NORMALIZED,
     TOTAL,

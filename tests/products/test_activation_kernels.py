@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgg.activations import ACTIVATIONS, Activation, clamped_swiglu
+from jgg.core.activations import ACTIVATIONS, Activation, clamped_swiglu
 from jgg.core.gpu_target import current_target
 from jgg.core.quantized import Format, quantize
 from jgg.launching.choice import How

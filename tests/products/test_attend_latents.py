@@ -9,7 +9,7 @@ import pytest
 
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
-from jgg.products.attend_latents import ATTEND_LATENTS, AttendLatents
+from jgg.models.operations.attend_latents import ATTEND_LATENTS, AttendLatents
 from tests.support.marks import EVERYWHERE
 
 # heads, rank, rest, capacity, positions

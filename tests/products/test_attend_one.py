@@ -10,7 +10,7 @@ import pytest
 import jgg
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
-from jgg.products.attend_one import ATTEND_ONE, AttendOne
+from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne
 from tests.support.marks import EVERYWHERE, KERNELS
 
 # heads, kv heads, features; window and whether it holds, which None leaves out; sinks

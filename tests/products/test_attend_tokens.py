@@ -9,9 +9,9 @@ import pytest
 
 from jgg.core.gpu_target import Target, current_target
 from jgg.launching.choice import How, Launcher
-from jgg.products import attend
-from jgg.products.attend import ATTEND, Attend
-from jgg.products.attend_one import ATTEND_ONE, AttendOne
+from jgg.models.operations import attend
+from jgg.models.operations.attend import ATTEND, Attend
+from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne
 from tests.support.marks import EVERYWHERE, KERNELS
 
 SCALE = 0.2

@@ -10,8 +10,8 @@ import pytest
 
 import jgg
 from jgg.launching import interpret
-from jgg.measuring.workloads import gemm
 from jgg.products.launches.plans import plan_dw
+from jgg.tuning.workloads import gemm
 from tests.support import oracle
 from tests.support.cases import CASES, OPTIONS, make_data
 from tests.support.comparison import error_of, oracle_arguments, small_configs

@@ -10,14 +10,14 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.configs.heuristic import heuristic_config, plain_config
-from jgg.configs.requirements import can_run, why_not, why_not_quantized
 from jgg.core.gpu_target import Target, current_target
 from jgg.core.quantized import Format
 from jgg.core.versions import WARP_SPECIALIZED, unlike
 from jgg.launching.choice import How
-from jgg.measuring.workloads import gemm
+from jgg.launching.heuristic import heuristic_config, plain_config
+from jgg.launching.requirements import can_run, why_not, why_not_quantized
 from jgg.products.quantize import QUANTIZE_ROWS, QUANTIZE_WEIGHTS, Quantize
+from jgg.tuning.workloads import gemm
 from tests.support import oracle
 from tests.support.cases import CASES, OPTIONS, Case, make_data
 from tests.support.comparison import oracle_arguments

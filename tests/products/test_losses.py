@@ -9,7 +9,7 @@ import pytest
 
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
-from jgg.products.losses import LOSSES, Scored
+from jgg.models.operations.losses import LOSSES, Scored
 from tests.support.closeness import assert_close
 from tests.support.marks import INTERPRET, KERNELS, TRITON, on
 

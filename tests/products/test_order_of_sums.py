@@ -14,21 +14,21 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.activations import ACTIVATIONS
-from jgg.configs import heuristic, tuned_files
-from jgg.configs.kernel_configs import KernelConfigForward
-from jgg.configs.tuned_configs import choose_config
 from jgg.core import versions
+from jgg.core.activations import ACTIVATIONS
 from jgg.core.gpu_target import Target, current_target
 from jgg.core.quantized import Format, quantize
 from jgg.core.schedule import group_bounds
+from jgg.launching import heuristic, tuned_files
 from jgg.launching.choice import How
-from jgg.measuring.workloads import gemm, operands
+from jgg.launching.kernel_configs import KernelConfigForward
+from jgg.launching.tuned_configs import choose_config
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.launches.activations import Hidden
 from jgg.products.launches.plans import plan_forward, plan_up
 from jgg.products.low_rank import LowRankTerm
 from jgg.products.up import UP
+from jgg.tuning.workloads import gemm, operands
 from tests.support.configurations import ROWS, all_configs
 from tests.support.packed import random_packed
 

@@ -5,14 +5,14 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from jgg.activations import ACTIVATIONS
-from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.core import versions
+from jgg.core.activations import ACTIVATIONS
 from jgg.core.gpu_target import Target
 from jgg.core.quantized import Format
-from jgg.measuring.workloads import gemm
+from jgg.launching.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.products.launches.activations import Hidden
 from jgg.products.launches.plans import plan_dw, plan_dx, plan_forward, plan_up
+from jgg.tuning.workloads import gemm
 
 AMPERE, ADA, HOPPER = Target(80, 108), Target(89, 142), Target(90, 132)
 SIZES = {"num_rows": 4096, "in_features": 512, "out_features": 768, "num_experts": 8, "topk": 4}

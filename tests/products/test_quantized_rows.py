@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.configs.heuristic import plain_config
-from jgg.configs.kernel_configs import KernelConfigDW
 from jgg.core.gpu_target import current_target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import group_bounds
 from jgg.launching.choice import How
+from jgg.launching.heuristic import plain_config
+from jgg.launching.kernel_configs import KernelConfigDW
 from jgg.products.combine import COMBINE, Combine, dense_rows
 from jgg.products.dw import DW, Dw
 from tests.support.closeness import assert_close

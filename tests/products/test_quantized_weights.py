@@ -13,9 +13,9 @@ from jgg.core.gpu_target import current_target
 from jgg.core.quantized import Format, QuantizedArray, quantize
 from jgg.core.schedule import group_bounds
 from jgg.launching.choice import How
-from jgg.measuring.workloads import gemm, operands
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.low_rank import LowRankTerm
+from jgg.tuning.workloads import gemm, operands
 from tests.support.closeness import largest_error
 from tests.support.marks import PLAIN_JAX, on
 from tests.support.packed import random_packed

@@ -7,12 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jgg.products.norm as norms
+import jgg.models.operations.norm as norms
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
+from jgg.models.operations.norm import NORM, NORM_BACKWARD, Norm, NormBackward, rms_norm
+from jgg.models.operations.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward, rotate
 from jgg.products.add_gated import ADD_GATED, AddGated
-from jgg.products.norm import NORM, NORM_BACKWARD, Norm, NormBackward, rms_norm
-from jgg.products.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward, rotate
 from tests.support.closeness import assert_close, distance
 from tests.support.marks import INTERPRET, KERNELS, TRITON, on
 

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.configs.heuristic import heuristic_config, hopper_config, plain_config
-from jgg.configs.kernel_configs import CONFIG_TYPES
-from jgg.configs.requirements import why_not
 from jgg.core import files, versions
 from jgg.core.gpu_target import Target
-from jgg.measuring.timing import relative_error
-from jgg.measuring.workloads import gemm
+from jgg.launching.heuristic import heuristic_config, hopper_config, plain_config
+from jgg.launching.kernel_configs import CONFIG_TYPES
+from jgg.launching.requirements import why_not
 from jgg.products.launches import hopper as warp_specialized
+from jgg.tuning.timing import relative_error
+from jgg.tuning.workloads import gemm
 from tests.support.cases import CASES, OPTIONS
 from tests.support.comparison import assert_right, passes_of_grouped_gemm
 from tests.support.specialized import ARGUMENTS, LARGE_CASES, columns_of, specialized_configs

@@ -2,7 +2,7 @@
 
 Takes the compute capability, how many problems, and a seed. Each line printed is a JSON object: a kernel with the
 problem and the configuration that it was compiled for, the bytes of shared memory that it compiled to, and those that
-`jgg.configs.requirements.shared_memory` says it takes at most (null for the small kernels beside the products).
+`jgg.launching.requirements.shared_memory` says it takes at most (null for the small kernels beside the products).
 """
 
 import dataclasses
@@ -15,15 +15,15 @@ import jax
 import jax.numpy as jnp
 
 import jgg
-from jgg.configs.heuristic import plain_config
-from jgg.configs.kernel_configs import CONFIG_TYPES
-from jgg.configs.requirements import shared_memory
-from jgg.configs.tuned_configs import choose_config
 from jgg.core.gpu_target import current_target
 from jgg.launching import jax_triton_fixes
-from jgg.measuring.workloads import gemm, load_layers, operands
-from jgg.primitives.product import Product
+from jgg.launching.heuristic import plain_config
+from jgg.launching.kernel_configs import CONFIG_TYPES
+from jgg.launching.requirements import shared_memory
+from jgg.launching.tuned_configs import choose_config
+from jgg.primitives.operation import Operation
 from jgg.products.launches import plans
+from jgg.tuning.workloads import gemm, load_layers, operands
 from tests.programs.lower_kernels import SMALL_KERNELS, leave_out_repeated_kernels
 
 DTYPES = [("bfloat16", None), ("bfloat16", None), ("float16", "high")]
@@ -92,7 +92,7 @@ def print_kernels():
     plans.choose_config = choose
     jax_triton_fixes.check_fits = note
     # what is compiled is of the product that was chosen for last
-    Product.ahead.num_threads = 0
+    Operation.ahead.num_threads = 0
 
 
 def main():

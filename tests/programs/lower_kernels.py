@@ -22,14 +22,14 @@ import jax.numpy as jnp
 import triton
 
 import jgg
-from jgg.configs import tuned_files
-from jgg.configs.heuristic import heuristic_config
-from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.core.gpu_target import current_target
 from jgg.core.problem import check_problem
 from jgg.launching import triton as triton_implementation
-from jgg.measuring.timing import product
-from jgg.measuring.workloads import operands
+from jgg.launching import tuned_files
+from jgg.launching.heuristic import heuristic_config
+from jgg.launching.kernel_configs import CONFIG_TYPES
+from jgg.tuning.timing import product
+from jgg.tuning.workloads import operands
 from tests.support.layer_kernels import layer_kernels
 from tests.support.lowering import EXPERTS, OPTIONS, arguments, lower
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgg
-from jgg.configs.heuristic import hopper_config
+from jgg.launching.heuristic import hopper_config
 from jgg.linear.symmetric import symmetric_product
 from tests.support import moe_oracle, moe_runs
 from tests.support.cases import CASES, OPTIONS, OPTIONS_HALVES, make_data

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-from jgg.configs import tuned_files
-from jgg.configs.kernel_configs import KernelConfigForward
-from jgg.configs.requirements import can_run
-from jgg.tuning import first_candidates, second_candidates
+from jgg.launching import tuned_files
+from jgg.launching.kernel_configs import KernelConfigForward
+from jgg.launching.requirements import can_run
+from jgg.tuning.search import first_candidates, second_candidates
 
 ROWS = (1, 8, 16, 17, 32, 33, 64, 65, 128, 129, 256, 1024, 8192)  # of a group
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 import jgg
-from jgg.activations import ACTIVATIONS
+from jgg.core.activations import ACTIVATIONS
 from tests.support.oracle import group_ranges
 
 

@@ -2,7 +2,7 @@
 
 import functools
 
-from jgg.activations import ACTIVATIONS
+from jgg.core.activations import ACTIVATIONS
 from tests.support.lowered_layers import (
     lower_activation,
     lower_add_gated,

@@ -6,27 +6,27 @@ import jax
 import jax.numpy as jnp
 
 import jgg
-from jgg.activations import ACTIVATIONS
-from jgg.configs.heuristic import hopper_config
-from jgg.configs.kernel_configs import CONFIG_TYPES
+from jgg.core.activations import ACTIVATIONS
 from jgg.core.arguments import as_precision
 from jgg.core.gpu_target import current_target
 from jgg.core.problem import check_problem
 from jgg.core.schedule import group_bounds
 from jgg.launching.choice import How
+from jgg.launching.heuristic import hopper_config
+from jgg.launching.kernel_configs import CONFIG_TYPES
+from jgg.models.operations.attend import ATTEND, Attend
+from jgg.models.operations.attend_latents import ATTEND_LATENTS, AttendLatents
+from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne
+from jgg.models.operations.delta_rule import DELTA_RULE, DeltaRule
+from jgg.models.operations.delta_rule_backward import DELTA_RULE_BACKWARD, DeltaRuleBackward
+from jgg.models.operations.delta_rule_one import DELTA_RULE_ONE, DeltaRuleOne
+from jgg.models.operations.losses import LOSSES, Scored
+from jgg.models.operations.norm import NORM, NORM_BACKWARD, Norm, NormBackward
+from jgg.models.operations.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
 from jgg.products.add_gated import ADD_GATED, AddGated
-from jgg.products.attend import ATTEND, Attend
-from jgg.products.attend_latents import ATTEND_LATENTS, AttendLatents
-from jgg.products.attend_one import ATTEND_ONE, AttendOne
-from jgg.products.delta_rule import DELTA_RULE, DeltaRule
-from jgg.products.delta_rule_backward import DELTA_RULE_BACKWARD, DeltaRuleBackward
-from jgg.products.delta_rule_one import DELTA_RULE_ONE, DeltaRuleOne
 from jgg.products.forward import FORWARD, Forward
-from jgg.products.losses import LOSSES, Scored
-from jgg.products.norm import NORM, NORM_BACKWARD, Norm, NormBackward
 from jgg.products.project_few import PROJECT_FEW, ProjectFew
-from jgg.products.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward
 from jgg.products.symmetric import SYMMETRIC, Symmetric
 from jgg.products.up import UP
 from tests.support.lowering import EXPERTS, arguments, lower

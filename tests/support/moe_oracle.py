@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from jgg.activations import ACTIVATIONS
+from jgg.core.activations import ACTIVATIONS
 
 
 def sigmoid(x):

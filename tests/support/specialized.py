@@ -2,8 +2,8 @@
 
 import dataclasses
 
-from jgg.configs.heuristic import hopper_config
-from jgg.configs.kernel_configs import CONFIG_TYPES
+from jgg.launching.heuristic import hopper_config
+from jgg.launching.kernel_configs import CONFIG_TYPES
 from tests.support.cases import EVERYTHING, Case
 
 ARGUMENTS = {"forward": "kernel_config_fwd", "dx": "kernel_config_bwd_dx", "dw": "kernel_config_bwd_dw"}

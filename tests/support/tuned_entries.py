@@ -1,10 +1,10 @@
 """A tuned entry, the problem that it is of, and what is chosen for that."""
 
 import jgg
-from jgg.configs import tuned_configs, tuned_files
-from jgg.configs.kernel_configs import CONFIG_TYPES
 from jgg.core.gpu_target import Target
-from jgg.measuring.workloads import gemm
+from jgg.launching import tuned_configs, tuned_files
+from jgg.launching.kernel_configs import CONFIG_TYPES
+from jgg.tuning.workloads import gemm
 
 HOPPER = Target(90, 132, "NVIDIA H200")
 SIZES = {"num_rows": 65536, "in_features": 2048, "out_features": 1536, "num_experts": 128, "topk": 8}

@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 import jgg.data
+from jgg.experts.sharding import MoESharding
 from jgg.models import Decoder, ModelConfig
-from jgg.sharding import MoESharding
 from jgg.train.losses import held_out_loss, perplexity_of
 
 _LENGTH, _TOKENS = 2048, 2**14  # of a sequence, and of a batch, by default

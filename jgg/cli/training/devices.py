@@ -5,7 +5,7 @@ import math
 import jax
 
 from jgg.cli.options import UsageError
-from jgg.sharding import MoESharding
+from jgg.experts.sharding import MoESharding
 
 
 def join(args) -> None:

@@ -14,8 +14,8 @@ from jgg.cli.folders import model_folder
 from jgg.cli.options import UsageError
 from jgg.cli.training import devices, folders, loop
 from jgg.cli.training.results import AdapterOutput, write_model
+from jgg.experts.sharding import MoESharding
 from jgg.models.loading import EXPERTS_BY_NAME
-from jgg.sharding import MoESharding
 
 
 def run(args, load: Callable[..., jgg.models.Decoder] | None = None) -> int:

@@ -20,8 +20,8 @@ from jgg.cli.training import devices, folders
 from jgg.cli.training.data import Data, counted, data_of
 from jgg.core.quantized import count_numbers
 from jgg.data import lengths_of
+from jgg.experts.sharding import MoESharding
 from jgg.models import Decoder, ModelConfig
-from jgg.sharding import MoESharding
 from jgg.train.losses import perplexity_of
 
 _B2 = 0.95  # of AdamW

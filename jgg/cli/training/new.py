@@ -14,8 +14,8 @@ from jgg.cli.errors import one_line
 from jgg.cli.options import UsageError
 from jgg.cli.training import devices, folders, loop
 from jgg.cli.training.results import write_model
+from jgg.experts.sharding import MoESharding
 from jgg.models.left_out import LeftOut
-from jgg.sharding import MoESharding
 
 
 def run(args) -> int:

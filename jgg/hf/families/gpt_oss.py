@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from jgg.activations import clamped_swiglu
+from jgg.core.activations import clamped_swiglu
 from jgg.core.arguments import check
 from jgg.hf.expert_settings import read_experts
 from jgg.hf.families.common import OF_MODELS

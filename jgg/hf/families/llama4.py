@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any
 
 from jgg.core.arguments import check
+from jgg.core.mixers import AttentionConfig
 from jgg.hf.expert_settings import read_experts
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
-from jgg.hf.mixers import AttentionConfig
 from jgg.hf.model_settings import read_attention, read_biases, read_layer_types, read_mlps
 from jgg.hf.multimodal import in_multimodal
 from jgg.hf.settings import Settings

@@ -4,10 +4,10 @@ import dataclasses
 from typing import Any
 
 from jgg.core.arguments import check
+from jgg.core.mixers import DeltaConfig
 from jgg.hf.expert_settings import read_experts, read_normalized
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
-from jgg.hf.mixers import DeltaConfig
 from jgg.hf.model_settings import in_layers, read_attention, read_biases
 from jgg.hf.multimodal import in_multimodal
 from jgg.hf.settings import LARGEST, Settings

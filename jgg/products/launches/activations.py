@@ -6,10 +6,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.activations import Activation
-from jgg.configs.kernel_configs import power_of_2
+from jgg.core.activations import Activation
 from jgg.core.quantized import BLOCK, Format, QuantizedArray, quantized_types
 from jgg.launching.choice import Launcher
+from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
 from jgg.products.quantize import ROW_BLOCK, can_quantize, quantizing_constants
 

@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jgg.configs.kernel_configs import KernelConfig
 from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import tile_schedule
+from jgg.launching.kernel_configs import KernelConfig
 from jgg.launching.launch import Launch, Tma, halves, matrices, matrix
 from jgg.products.launches.activations import Hidden, activation_constants
 from jgg.products.launches.operands import RowProduct, row_operands

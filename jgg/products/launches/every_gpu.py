@@ -7,12 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import KernelConfigDX, KernelConfigForward
-from jgg.configs.requirements import multiplies_from_left, multiplies_from_shared_memory
 from jgg.core.gpu_target import Target
 from jgg.core.quantized import BLOCK, QuantizedArray, block_of, values_and_scales
 from jgg.core.schedule import between_groups, schedule_of_one_group, tile_schedule
 from jgg.launching.choice import Launcher
+from jgg.launching.kernel_configs import KernelConfigDX, KernelConfigForward
 from jgg.launching.launch import (
     PRECISIONS,
     Launch,
@@ -24,6 +23,7 @@ from jgg.launching.launch import (
     w_by_tma,
     x_by_tma,
 )
+from jgg.launching.requirements import multiplies_from_left, multiplies_from_shared_memory
 from jgg.products.launches.operands import OuterProduct, RowProduct, row_operands
 from jgg.products.launches.pieces import Pieces
 

@@ -5,10 +5,10 @@ from typing import Any
 
 import jax
 
-from jgg.configs.requirements import checked_tile, stored_columns
 from jgg.core.schedule import largest_first
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch, Tma, bounded_rows
+from jgg.launching.requirements import checked_tile, stored_columns
 from jgg.products.launches.activations import Activated, Hidden
 from jgg.products.launches.clusters import (
     TILE_ROWS,

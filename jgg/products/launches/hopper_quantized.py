@@ -6,11 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.requirements import checked_tile
 from jgg.core.quantized import BLOCK, Format, QuantizedArray
 from jgg.core.schedule import between_groups
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch, bounded_rows
+from jgg.launching.requirements import checked_tile
 from jgg.products.launches.activations import Activated, Hidden, activated_types, named, written
 from jgg.products.launches.clusters import TILE_ROWS, Blocks, launch_of_rows
 from jgg.products.launches.operands import RowProduct

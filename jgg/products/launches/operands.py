@@ -5,10 +5,10 @@ from typing import Any, NamedTuple
 
 import jax
 
-from jgg.configs.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import QuantizedArray
 from jgg.core.schedule import GroupBounds, TileSchedule
+from jgg.launching.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.launching.launch import tile_operands
 from jgg.products.launches import column_parts
 from jgg.products.launches.pieces import Pieces

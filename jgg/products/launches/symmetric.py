@@ -6,14 +6,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.heuristic import hopper_config, plain_config
-from jgg.configs.kernel_configs import KernelConfigForward, Tile
-from jgg.configs.requirements import can_run
 from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.triangle import lower_tiles
 from jgg.launching.choice import Launcher
+from jgg.launching.heuristic import hopper_config, plain_config
+from jgg.launching.kernel_configs import KernelConfigForward, Tile
 from jgg.launching.launch import PRECISIONS, Launch, launch_options, matrices
+from jgg.launching.requirements import can_run
 from jgg.products.launches.clusters import TILE_ROWS, cluster_options
 
 _MOST_COLUMNS = 128

@@ -17,13 +17,13 @@ from jgg.core.arguments import (
 )
 from jgg.core.gpu_target import current_target
 from jgg.core.schedule import saturated_int32
+from jgg.experts.router.options import RouterOptions
+from jgg.experts.router.weights import weigh
 from jgg.launching.choice import How, check_implementation
 from jgg.products.route_few import ROUTE_FEW, Routed, RouteFew, are_few
 from jgg.products.score import SCORE, Score
 from jgg.products.sort import SORT, Sort
 from jgg.products.top_k import TOP_K, TopK
-from jgg.router.options import RouterOptions
-from jgg.router.weights import weigh
 
 
 class Routing(NamedTuple):

@@ -1,4 +1,4 @@
-"""A product: one operation of JAX that both kernels and plain JAX can compute."""
+"""An operation of JAX that both kernels and plain JAX can compute."""
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
@@ -18,16 +18,16 @@ from jgg.primitives.partitioning import Axes, Letters, define_partitioned
 
 
 def array_type(shape: Sequence[int], dtype: Any) -> Any:
-    """The type of a resulting array, as it stands in a product's `result_types`."""
+    """The type of a resulting array, as it stands in an operation's `result_types`."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
 class Call(NamedTuple):
-    """One call of a product, without its arrays; hashable, the parameter of its primitive.
+    """One call of an operation, without its arrays; hashable, the parameter of its primitive.
 
     Attributes:
       structure: the tree of the operands.
-      parameters: the product's parameters.
+      parameters: the operation's parameters.
       config: the configuration of the kernels that the caller asks for, or None.
     """
 
@@ -42,14 +42,14 @@ class Call(NamedTuple):
         return dict(self.parameters) | ({} if self.config is None else {"config": self.config})
 
 
-class Product[Results]:
+class Operation[Results]:
     """An operation on a NamedTuple of operands, arrays or None, and on parameters that are hashable.
 
     Called with how, operands and parameters it returns its results: an array, or a NamedTuple or QuantizedArray of
     arrays, as `result_types` says. It is a primitive, lowered to the implementation asked for or else to the platform's
     own, so that a program traced once can be compiled for several platforms. Under `vmap` it runs once for all elements
     or for one element after the other; under plain `jit` on several devices each device computes its part. JAX
-    differentiates it by differentiating `plain`. Functions made of products, such as `grouped_gemm`, have derivative
+    differentiates it by differentiating `plain`. Functions made of operations, such as `grouped_gemm`, have derivative
     rules of their own, which compute gradients by kernels.
 
     Attributes:
@@ -63,10 +63,10 @@ class Product[Results]:
         compute these operands by `several`; without this function they always do.
       merge_batch: (how, operands, which of them have a leading batch axis, **parameters) -> results with that axis, or
         None where that would copy an operand; without it, `vmap` is a loop.
-      several: (how, operands, **parameters) -> results, computed by products that can be split over several devices.
+      several: (how, operands, **parameters) -> results, computed by operations that can be split over several devices.
     """
 
-    ahead = AheadCompiler()  # compiles the kernels of all products of a program side by side
+    ahead = AheadCompiler()  # compiles the kernels of all operations of a program side by side
 
     def __init__(
         self,
@@ -186,7 +186,7 @@ class Product[Results]:
         return self._bind(*leaves, call=call), tangents_out
 
     def _noted(self, is_local: bool, operands: Sequence[Any], call: Call) -> Noted:
-        return Noted.of(is_local, operands, {"product": self, "call": call})
+        return Noted.of(is_local, operands, {"operation": self, "call": call})
 
     def _lower_beside_others(self, lower: Callable[..., Any], context: Any, *args: Any, call: Call) -> Any:
         is_local = bool(getattr(context.module_context.axis_context, "manual_axes", ()))
@@ -196,7 +196,7 @@ class Product[Results]:
 
 
 def split_by_xla[Results](plain: Callable[..., Results]) -> Callable[..., Results]:
-    """The `several` of a product that plain JAX computes on several devices: XLA splits it."""
+    """The `several` of an operation that plain JAX computes on several devices: XLA splits it."""
     return lambda how, operands, **parameters: plain(operands, **parameters)
 
 
@@ -211,8 +211,8 @@ def _of_a_device(params: dict[str, Any], devices: dict[str, int]) -> dict[str, A
 
 def _lower_noted(noted: Noted) -> None:
     params: dict[str, Any] = dict(noted.params)
-    product: Product[Any] = params.pop("product")
+    operation: Operation[Any] = params.pop("operation")
     operands = [jax.ShapeDtypeStruct(*shape) for shape in noted.shapes]
     with INTERPRETER_LOCK.compiles():
-        compute = functools.partial(product._for_cuda, **params)
+        compute = functools.partial(operation._for_cuda, **params)
         jax.jit(compute).trace(*operands).lower(lowering_platforms=("cuda",))

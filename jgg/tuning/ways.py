@@ -10,9 +10,9 @@ import jax.numpy as jnp
 
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import QuantizedArray
-from jgg.measuring import timing
-from jgg.measuring.timing import FAILED, RIGHT, Measurement, Timing, first_line, measure
-from jgg.measuring.workloads import gathered_rows
+from jgg.tuning import timing
+from jgg.tuning.timing import FAILED, RIGHT, Measurement, Timing, first_line, measure
+from jgg.tuning.workloads import gathered_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -6,12 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
-from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import Launch
-from jgg.primitives import vmap
-from jgg.primitives.product import Product, array_type, split_by_xla
-from jgg.products.attend import block_features, precision_of
+from jgg.extend import How, Launch, Launcher, Operation, array_type, power_of_2, split_by_xla, vmap
+from jgg.models.operations.attend import block_features, precision_of
 
 _PART = 256  # latents of a program
 _UNROLL = 8  # parts that are loaded side by side
@@ -117,7 +113,7 @@ def _merge_batch(how: How, operands: AttendLatents, batched: AttendLatents, scal
     return vmap.each_by_xla(_plain, operands, batched, scale=scale, rank=rank)
 
 
-ATTEND_LATENTS: Product[jax.Array] = Product(
+ATTEND_LATENTS: Operation[jax.Array] = Operation(
     "attend_latents",
     AttendLatents,
     result_types=_result_types,

@@ -9,7 +9,10 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import (
+from jgg.core.gpu_target import Target
+from jgg.core.problem import ROWS_OF_STORED, GroupedGemmProblem
+from jgg.core.quantized import BLOCK
+from jgg.launching.kernel_configs import (
     KernelConfig,
     KernelConfigDW,
     KernelConfigDX,
@@ -17,10 +20,7 @@ from jgg.configs.kernel_configs import (
     Tile,
     power_of_2,
 )
-from jgg.configs.requirements import can_run, least_rows, multiplies_from_left, shared_memory, tiles_of
-from jgg.core.gpu_target import Target
-from jgg.core.problem import ROWS_OF_STORED, GroupedGemmProblem
-from jgg.core.quantized import BLOCK
+from jgg.launching.requirements import can_run, least_rows, multiplies_from_left, shared_memory, tiles_of
 
 _SHORT_STEP = 32  # rows of a step of the hopper kernel's dW; 64 is the other choice
 _ROWS_FOR_SHORT_STEPS = 224  # of a group, on average

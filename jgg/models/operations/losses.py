@@ -5,13 +5,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
 from jgg.core.manual_axes import alike
-from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import Launch
-from jgg.primitives import vmap
-from jgg.primitives.partitioning import WHOLE, Letters
-from jgg.primitives.product import Product, array_type
+from jgg.extend import WHOLE, How, Launch, Launcher, Letters, Operation, array_type, power_of_2, vmap
 
 _LARGEST_BLOCK = 2**14  # columns that a program reads at once: with fewer, few rows would take longer
 _COLUMNS_OF_WARP = 512
@@ -109,7 +104,7 @@ def _merge_batch(how: How, operands: Scored, batched: Scored, **parameters: Any)
     return jax.tree.map(lambda result: result.reshape(size, -1), LOSSES(how, rows, **parameters))
 
 
-LOSSES: Product[Losses] = Product(
+LOSSES: Operation[Losses] = Operation(
     "losses",
     Scored,
     result_types=_types,

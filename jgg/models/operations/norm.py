@@ -7,12 +7,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
-from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import Launch
-from jgg.primitives import vmap
-from jgg.primitives.partitioning import WHOLE, Letters
-from jgg.primitives.product import Product, array_type
+from jgg.extend import WHOLE, How, Launch, Launcher, Letters, Operation, array_type, power_of_2, vmap
 
 _LONGEST = 2**14  # columns that a program holds; with more it would spill registers
 _LONGEST_BACKWARD = 2**13
@@ -130,7 +125,7 @@ def _letters(operands: Norm, **_: Any) -> Letters:
     return Letters({"x": _EACH, "added": _EACH, "scale": WHOLE}, (_EACH,) * count, ("",) * count)
 
 
-NORM: Product[Normalized] = Product(
+NORM: Operation[Normalized] = Operation(
     "norm", Norm, result_types=_types, plain=_plain, launch=_launch, letters=_letters, merge_batch=_merge_batch
 )
 """The RMS norm of each row, as Normalized.
@@ -179,7 +174,7 @@ def _backward_letters(operands: NormBackward, **_: Any) -> Letters:
     return Letters(letters, (_EACH, WHOLE), ("", "t"))
 
 
-NORM_BACKWARD: Product[NormGradients] = Product(
+NORM_BACKWARD: Operation[NormGradients] = Operation(
     "norm_backward",
     NormBackward,
     result_types=_backward_types,

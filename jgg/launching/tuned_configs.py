@@ -6,13 +6,13 @@ import logging
 import math
 from typing import Any
 
-from jgg.configs import tuned_files
-from jgg.configs.heuristic import heuristic_config
-from jgg.configs.kernel_configs import KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward
-from jgg.configs.requirements import can_run, why_not
-from jgg.configs.tuned_files import Entry
 from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
+from jgg.launching import tuned_files
+from jgg.launching.heuristic import heuristic_config
+from jgg.launching.kernel_configs import KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward
+from jgg.launching.requirements import can_run, why_not
+from jgg.launching.tuned_files import Entry
 
 _logger = logging.getLogger("jgg")
 

@@ -9,13 +9,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
-from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import Launch
-from jgg.primitives import vmap
-from jgg.primitives.product import Product, array_type, split_by_xla
-from jgg.products import attend
-from jgg.products.attend import block_features, keys_of_step, precision_of, takes_heads_of
+from jgg.extend import How, Launch, Launcher, Operation, array_type, power_of_2, split_by_xla, vmap
+from jgg.models.operations import attend
+from jgg.models.operations.attend import block_features, keys_of_step, precision_of, takes_heads_of
 
 _UNROLL = 8  # parts that are loaded side by side
 _MOST_STAGES = 3
@@ -166,7 +162,7 @@ def _merge_batch(how: How, operands: AttendOne, batched: AttendOne, **parameters
     return vmap.each_by_xla(_plain, operands, batched, **parameters)
 
 
-ATTEND_ONE: Product[Attended] = Product(
+ATTEND_ONE: Operation[Attended] = Operation(
     "attend_one",
     AttendOne,
     result_types=_result_types,

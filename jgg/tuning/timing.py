@@ -18,8 +18,8 @@ from jgg.core.quantized import QuantizedArray
 from jgg.core.schedule import group_bounds
 from jgg.launching.choice import How
 from jgg.linear.grouped_gemm import grouped_gemm_dw, grouped_gemm_dx, grouped_gemm_forward
-from jgg.measuring.workloads import operands
 from jgg.products.dx import DX, Dx
+from jgg.tuning.workloads import operands
 
 REPEATS = 5
 MAX_CALLS = 256

@@ -5,12 +5,8 @@ from typing import NamedTuple
 
 import jax
 
-from jgg.configs.kernel_configs import power_of_2
-from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import Launch
-from jgg.primitives import vmap
-from jgg.primitives.product import Product, array_type, split_by_xla
-from jgg.products.plain.delta_rule import delta_rule
+from jgg.extend import How, Launch, Launcher, Operation, array_type, power_of_2, split_by_xla, vmap
+from jgg.models.operations.delta_rule_plain import delta_rule
 
 _BLOCK = 4096  # elements of a state that a program updates
 
@@ -83,7 +79,7 @@ def _merge_batch(how: How, operands: DeltaRuleOne, batched: DeltaRuleOne, scale:
     return vmap.each_by_xla(_plain, operands, batched, scale=scale, epsilon=epsilon)
 
 
-DELTA_RULE_ONE: Product[WrittenOne] = Product(
+DELTA_RULE_ONE: Operation[WrittenOne] = Operation(
     "delta_rule_one",
     DeltaRuleOne,
     result_types=_types,

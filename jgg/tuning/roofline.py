@@ -14,7 +14,7 @@ Arrays that stay in a cache, as small ones do on a CPU, can be read faster than 
 import jax
 import jax.numpy as jnp
 
-from jgg.measuring.timing import measure
+from jgg.tuning.timing import measure
 
 
 def least_seconds(num_bytes: float, copy_speed: float | None, dense_seconds: float | None = 0.0) -> float | None:

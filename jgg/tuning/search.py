@@ -13,18 +13,18 @@ from typing import Any
 
 from jax.typing import DTypeLike
 
-from jgg.configs.heuristic import heuristic_config, plain_config, trial_configs
-from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDW, Tile
-from jgg.configs.requirements import shared_memory
-from jgg.configs.tuned_files import Entry, merge, parse, user_file
 from jgg.core.arguments import as_dtype, as_flag, as_int, check_one_of
 from jgg.core.files import warn_once
 from jgg.core.gpu_target import Target, current_target, device_target
 from jgg.core.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
 from jgg.core.quantized import QUANTIZED_DTYPE
 from jgg.core.versions import __version__
-from jgg.measuring.timing import Reference, measure, product
-from jgg.measuring.workloads import OPS, gemm, operands
+from jgg.launching.heuristic import heuristic_config, plain_config, trial_configs
+from jgg.launching.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfigDW, Tile
+from jgg.launching.requirements import shared_memory
+from jgg.launching.tuned_files import Entry, merge, parse, user_file
+from jgg.tuning.timing import Reference, measure, product
+from jgg.tuning.workloads import OPS, gemm, operands
 
 _logger = logging.getLogger("jgg")
 

@@ -6,12 +6,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
 from jgg.core.gpu_target import Target
-from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import Launch, matrices
-from jgg.primitives import vmap
-from jgg.primitives.product import Product, array_type, split_by_xla
+from jgg.extend import How, Launch, Launcher, Operation, array_type, matrices, power_of_2, split_by_xla, vmap
 
 PART = 512  # keys whose softmax is one; longer sequences add up several
 _LARGEST_HEAD = 1024  # bytes of a head that kernels take: more features spill registers
@@ -182,7 +178,7 @@ def _merge_batch(
     return jax.tree.map(lambda result: result.reshape(size, -1, *result.shape[1:]), results)
 
 
-ATTEND: Product[AttendedTokens] = Product(
+ATTEND: Operation[AttendedTokens] = Operation(
     "attend",
     Attend,
     result_types=_result_types,

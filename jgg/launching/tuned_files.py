@@ -12,11 +12,11 @@ from typing import Any, Self, get_type_hints
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import CONFIG_TYPES, KernelConfig
 from jgg.core.arguments import as_flag
 from jgg.core.files import cache_folder, check_regular, locked, replace_text
 from jgg.core.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
 from jgg.core.quantized import QUANTIZED_DTYPE
+from jgg.launching.kernel_configs import CONFIG_TYPES, KernelConfig
 
 _FORMAT = 1
 

@@ -6,13 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
-from jgg.launching.choice import Launcher
-from jgg.launching.launch import Launch
-from jgg.primitives.partitioning import WHOLE, Letters
-from jgg.primitives.product import Product, array_type, split_by_xla
-from jgg.products.attend import precision_of
-from jgg.products.plain.delta_rule import CHUNK, delta_rule
+from jgg.extend import WHOLE, Launch, Launcher, Letters, Operation, array_type, power_of_2, split_by_xla
+from jgg.models.operations.attend import precision_of
+from jgg.models.operations.delta_rule_plain import CHUNK, delta_rule
 
 _LARGEST_HEAD = 128  # features of a head that kernels take
 _FACTORS = 4  # of each token; `kernels.delta_rule` names them
@@ -189,7 +185,7 @@ def letters_of(operands: NamedTuple, results: NamedTuple) -> Letters:
     return Letters(first, each, ("",) * len(each))
 
 
-DELTA_RULE: Product[Written] = Product(
+DELTA_RULE: Operation[Written] = Operation(
     "delta_rule",
     DeltaRule,
     result_types=_types,

@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 
 import jax
 
-from jgg.configs.kernel_configs import KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward, Tile
 from jgg.core.files import warn_once
 from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.versions import WARP_SPECIALIZED, unlike
+from jgg.launching.kernel_configs import KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward, Tile
 
 FP8_COMPUTE_CAPABILITY = 89  # the lowest one that multiplies in FP8 and converts to it
 ROWS_OF_WARPGROUP = 64  # the least of a tile whose operands tensor cores read from shared memory

@@ -5,13 +5,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
-from jgg.launching.choice import Launcher
-from jgg.launching.launch import Launch
-from jgg.primitives.product import Product, array_type, split_by_xla
-from jgg.products.attend import precision_of
-from jgg.products.delta_rule import Sizes, chunk_matrices, kernels_take, letters_of, over_chunks
-from jgg.products.plain.delta_rule import CHUNK, delta_rule
+from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2, split_by_xla
+from jgg.models.operations.attend import precision_of
+from jgg.models.operations.delta_rule import Sizes, chunk_matrices, kernels_take, letters_of, over_chunks
+from jgg.models.operations.delta_rule_plain import CHUNK, delta_rule
 
 
 class DeltaRuleBackward(NamedTuple):
@@ -123,7 +120,7 @@ def _of_operands(
     return launcher.run(delta_rule_gradients_kernel, launch)
 
 
-DELTA_RULE_BACKWARD: Product[DeltaRuleGradients] = Product(
+DELTA_RULE_BACKWARD: Operation[DeltaRuleGradients] = Operation(
     "delta_rule_backward",
     DeltaRuleBackward,
     result_types=_types,

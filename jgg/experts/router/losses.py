@@ -9,9 +9,9 @@ from jax.typing import ArrayLike
 from jgg.core.arguments import as_array, as_mask, check_integers, check_one_of, check_reals
 from jgg.core.gpu_target import current_target
 from jgg.core.schedule import saturated_int32
+from jgg.experts.router.options import SCORES
+from jgg.experts.router.routing import as_logits, as_selection_bias, compute_order, zeroed
 from jgg.launching.choice import How
-from jgg.router.options import SCORES
-from jgg.router.routing import as_logits, as_selection_bias, compute_order, zeroed
 
 
 def load_balancing_loss(

@@ -60,7 +60,7 @@ def is_faster_by_kernels(problem: GroupedGemmProblem, target: Target, has_term: 
 
 @functools.cache
 def _table() -> tuple[Measured, ...]:
-    text = (resources.files("jgg.configs") / _FILE).read_text()
+    text = (resources.files("jgg.launching") / _FILE).read_text()
     return tuple(Measured(**entry) for entry in json.loads(text))
 
 

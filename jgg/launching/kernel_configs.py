@@ -33,7 +33,7 @@ class _KernelConfig:
       kernel: "plain", the Triton kernel of every GPU, or "hopper", the warp-specialized kernel of H100 and H200
         (`jgg.kernels.hopper`). "hopper" has output tiles of [256, 128] or [256, 256] and steps of 64, for dW's wide
         tiles 32 too, loads by TMA what it does not gather, leaves scatter to a copy, and uses neither num_warps nor
-        programs_per_sm. Where it cannot run (`jgg.configs.requirements` says why), the heuristic chooses a
+        programs_per_sm. Where it cannot run (`jgg.launching.requirements` says why), the heuristic chooses a
         configuration instead.
     """
 

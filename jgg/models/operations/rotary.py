@@ -6,13 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.configs.kernel_configs import power_of_2
 from jgg.core.problem import MAX_ROWS
-from jgg.launching.choice import How, Launcher
-from jgg.launching.launch import Launch
-from jgg.primitives import vmap
-from jgg.primitives.product import Product, array_type, split_by_xla
-from jgg.products.norm import rms_norm
+from jgg.extend import How, Launch, Launcher, Operation, array_type, power_of_2, split_by_xla, vmap
+from jgg.models.operations.norm import rms_norm
 
 _BLOCK = 1024  # pairs of a program: a thread has eight of each array
 
@@ -151,7 +147,7 @@ def _merge_batch(how: How, operands: Rotary, batched: Rotary, **parameters: Any)
     return jax.tree.map(lambda result: result.reshape(size, -1, result.shape[1]), results)
 
 
-ROTARY: Product[Rotated] = Product(
+ROTARY: Operation[Rotated] = Operation(
     "rotary",
     Rotary,
     result_types=_types,
@@ -219,7 +215,7 @@ def _launch_backward(
     return RotaryGradients(results["dq"], results["dk"], d_q_scale, d_k_scale)
 
 
-ROTARY_BACKWARD: Product[RotaryGradients] = Product(
+ROTARY_BACKWARD: Operation[RotaryGradients] = Operation(
     "rotary_backward",
     RotaryBackward,
     result_types=_backward_types,

@@ -1,1 +1,0 @@
-"""Configurations of the kernels: what they are, which is chosen, whether it can run."""

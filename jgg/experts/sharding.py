@@ -1,0 +1,203 @@
+"""Experts, their features and tokens split over the devices of a mesh; `import jgg.sharding`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jgg.core.activations import ActivationLike
+from jgg.core.arguments import as_array, as_int, check, check_instance
+from jgg.core.quantized import QuantizedArray, QuantizedWeights, block_of
+from jgg.experts.arguments import ExpertWeights, MlpOptions, check_choices, check_shapes, expert_weights
+from jgg.experts.mesh import (
+    MoESharding,
+    axis_split_over,
+    check_inside_shard_map,
+    check_interleaved,
+    check_outside_shard_map,
+    map_tokens,
+)
+from jgg.experts.on_device import compute_mlp_on_device, map_matrices
+from jgg.linear.fp8 import Fp8
+from jgg.linear.low_rank import LowRank
+
+__all__ = ["MoESharding", "interleave", "moe_mlp_on_device", "sharded_moe_mlp"]
+
+P = jax.P
+
+
+def sharded_moe_mlp(
+    x: ArrayLike,
+    w_gate_up: ArrayLike | QuantizedArray | QuantizedWeights,
+    w_down: ArrayLike | QuantizedArray | QuantizedWeights,
+    topk_weights: ArrayLike,
+    topk_indices: ArrayLike,
+    *,
+    sharding: MoESharding,
+    b_gate_up: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
+    low_rank_gate_up: LowRank | None = None,
+    low_rank_down: LowRank | None = None,
+    activation: ActivationLike = "swiglu",
+    interleaved: bool = False,
+    w_layout: str = "enk",
+    precision: jax.lax.PrecisionLike = None,
+    quantization: Fp8 | None = None,
+    implementation: str | None = None,
+    residual_names: Mapping[str, str] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`jgg.moe_mlp` on a mesh: experts may be on other devices than their tokens.
+
+    Differentiable in x, the weights, the biases and topk_weights. Communication is JAX's own collectives.
+
+    Shapes are as in `jgg.moe_mlp` and count all devices: T tokens of all devices, E experts of all devices.
+
+    Args:
+      x: [T, H], split as `sharding.token_spec`.
+      w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down: as in `jgg.moe_mlp`, split as
+        `sharding.weight_specs(w_layout)`. Values and scales of a QuantizedArray are split alike, and no block may be on
+        several devices.
+      topk_weights: float [T, k].
+      topk_indices: integer [T, k], the expert of each choice; a row whose expert lies outside [0, E) adds nothing.
+      sharding: which mesh axis splits what, and by which exchange.
+      interleaved: as in `jgg.moe_mlp`; must be True for a gated activation split over a tensor axis, so that a gate
+        and its up feature are on the same device: see `interleave`.
+      activation, w_layout, precision, quantization, implementation, residual_names: as in `jgg.moe_mlp`.
+
+    Returns:
+      y [T, H] in the dtype of x, split like x, and the overflow: int32 scalar, how many of the T * k rows found no
+      room in the buffers of `sharding.buffer_factor` and so added nothing to y.
+
+    Raises:
+      ValueError: shapes disagree with each other or with the mesh; on Explicit axes also if the weights are split in
+        another way than `sharding.weight_specs` says; or this is called inside a `jax.shard_map` over the same axes,
+        where `moe_mlp_on_device` must be called.
+      TypeError: a dtype is unsupported.
+    """
+    check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
+    check_outside_shard_map(sharding)
+    options = MlpOptions.checked(
+        activation=activation,
+        interleaved=interleaved,
+        w_layout=w_layout,
+        precision=precision,
+        quantization=quantization,
+        implementation=implementation,
+        residual_names=residual_names,
+    )
+    weights = expert_weights(w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down, w_layout)
+    x, topk_weights, topk_indices = _checked(x, weights, topk_weights, topk_indices, sharding, options, gathers=False)
+    tokens = {"x": x, "topk_weights": topk_weights, "topk_indices": topk_indices}
+    of_weights = zip(("w_gate_up", "w_down", "b_gate_up", "b_down"), weights, strict=True)
+    arrays = {name: array for name, array in of_weights if array is not None}
+
+    def on_device(part: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
+        own = ExpertWeights(part["w_gate_up"], part["w_down"], part.get("b_gate_up"), part.get("b_down"))
+        return compute_mlp_on_device(part["x"], own, part["topk_weights"], part["topk_indices"], sharding, options)
+
+    specs = sharding.weight_specs(w_layout)
+    return map_tokens(on_device, sharding, tokens | arrays, specs, (sharding.token_spec, P()))
+
+
+def moe_mlp_on_device(
+    x: ArrayLike,
+    w_gate_up: ArrayLike | QuantizedArray | QuantizedWeights,
+    w_down: ArrayLike | QuantizedArray | QuantizedWeights,
+    topk_weights: ArrayLike,
+    topk_indices: ArrayLike,
+    *,
+    sharding: MoESharding,
+    b_gate_up: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
+    low_rank_gate_up: LowRank | None = None,
+    low_rank_down: LowRank | None = None,
+    activation: ActivationLike = "swiglu",
+    interleaved: bool = False,
+    w_layout: str = "enk",
+    precision: jax.lax.PrecisionLike = None,
+    quantization: Fp8 | None = None,
+    implementation: str | None = None,
+    residual_names: Mapping[str, str] | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """`sharded_moe_mlp` for use inside your own `jax.shard_map`: each array is this device's shard.
+
+    Returns:
+      y [T, H] of this device's tokens, and the overflow of all devices together.
+
+    Raises:
+      ValueError: as in `sharded_moe_mlp`; or an axis of the mesh that `sharding` uses is none of the `jax.shard_map`,
+        or has another number of devices there.
+      TypeError: as in `sharded_moe_mlp`.
+    """
+    check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
+    check_inside_shard_map(sharding)
+    options = MlpOptions.checked(
+        activation=activation,
+        interleaved=interleaved,
+        w_layout=w_layout,
+        precision=precision,
+        quantization=quantization,
+        implementation=implementation,
+        residual_names=residual_names,
+    )
+    weights = expert_weights(w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down, w_layout)
+    x, topk_weights, topk_indices = _checked(x, weights, topk_weights, topk_indices, sharding, options, gathers=True)
+    return compute_mlp_on_device(x, weights, topk_weights, topk_indices, sharding, options)
+
+
+def _checked(
+    x: ArrayLike,
+    weights: ExpertWeights,
+    topk_weights: ArrayLike,
+    topk_indices: ArrayLike,
+    sharding: MoESharding,
+    options: MlpOptions,
+    *,
+    gathers: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The tokens and their choices as arrays; raises where they and the weights disagree.
+
+    Args:
+      gathers: whether these are one device's arrays, whose weights are gathered before they are multiplied.
+    """
+    x, topk_weights = as_array("x", x), as_array("topk_weights", topk_weights)
+    topk_indices = as_array("topk_indices", topk_indices)
+    for name, matrix in (("w_gate_up", weights.gate_up), ("w_down", weights.down)):
+        if matrix.straight is not None:
+            block_of(matrix.straight, f"{name}.")
+    check_shapes(x, _gathered_types(weights, sharding, options) if gathers else weights, options)
+    check_choices(x, topk_weights, topk_indices)
+    check_interleaved(options.interleaved, options.activation, sharding)
+    return x, topk_weights, topk_indices
+
+
+def _gathered_types(weights: ExpertWeights, sharding: MoESharding, options: MlpOptions) -> ExpertWeights:
+    """The shapes and dtypes of a device's weights once they are gathered over the `fsdp` axis."""
+    if sharding.fsdp is None:
+        return weights
+    devices = sharding.size(sharding.fsdp)
+
+    def gathered(part: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
+        axis = axis_split_over(sharding.fsdp, spec)
+        return jax.ShapeDtypeStruct(
+            tuple(size * devices if number == axis else size for number, size in enumerate(part.shape)), part.dtype
+        )
+
+    return map_matrices(gathered, weights, sharding.weight_specs(options.w_layout))
+
+
+def interleave(array: ArrayLike, axis: int = -1) -> jax.Array:
+    """Reorders features along `axis` from all gates, all ups (g0 g1 ... u0 u1 ...) to alternating (g0 u0 g1 u1 ...).
+
+    Use it for w_gate_up and b_gate_up of a layer with `interleaved=True`, which a tensor axis needs.
+    """
+    array, axis = as_array("array", array), as_int("axis", axis)
+    shape = array.shape
+    check(len(shape) > 0, "array must have at least one axis, got [].")
+    check(-len(shape) <= axis < len(shape), f"axis must be of the array's {len(shape)} axes, got {axis}.")
+    axis %= len(shape)
+    check(shape[axis] % 2 == 0, f"array must have 2 * I features along axis {axis}, got {list(shape)}.")
+    halves = jnp.reshape(array, (*shape[:axis], 2, shape[axis] // 2, *shape[axis + 1 :]))
+    return jnp.reshape(jnp.swapaxes(halves, axis, axis + 1), shape)

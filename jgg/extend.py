@@ -1,0 +1,29 @@
+"""What makes an operation that kernels or plain JAX compute: for those that `jgg.models` and your own models need.
+
+An operation is an `Operation` of a NamedTuple of operands, computed by `plain` and by kernels that a `Launcher` runs.
+"""
+
+from jgg.launching.choice import How, Launcher, check_implementation, is_plain_jax
+from jgg.launching.kernel_configs import power_of_2
+from jgg.launching.launch import Launch, matrices
+from jgg.primitives import vmap
+from jgg.primitives.barrier import barrier
+from jgg.primitives.operation import Operation, array_type, split_by_xla
+from jgg.primitives.partitioning import WHOLE, Letters
+
+__all__ = [
+    "WHOLE",
+    "How",
+    "Launch",
+    "Launcher",
+    "Letters",
+    "Operation",
+    "array_type",
+    "barrier",
+    "check_implementation",
+    "is_plain_jax",
+    "matrices",
+    "power_of_2",
+    "split_by_xla",
+    "vmap",
+]
