@@ -76,7 +76,7 @@ def test_patterns_with_which_re_never_ends_are_matched(pattern):
 
 def test_a_pattern_that_takes_seconds_is_refused(monkeypatch):
     monkeypatch.setattr(patterns, "_SECONDS", 0.01)
-    with pytest.raises(ValueError, match="takes more than .* to match 'aaa"):
+    with pytest.raises(ValueError, match=r"takes more than .* to match 'aaa"):
         matches("(a|aa)+" + "(a?)" * 30 + "b", "a" * 100)
 
 
