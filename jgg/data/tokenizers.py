@@ -221,6 +221,7 @@ def _eos_tokens(path: Path) -> list[int]:
     if found is None:
         found = language_model(content).get("eos_token_id")
     tokens = found if isinstance(found, list) else [] if found is None else [found]
-    if not all(type(token) is int and token >= 0 for token in tokens):
+    known = [token for token in tokens if type(token) is int and token >= 0]
+    if len(known) < len(tokens):
         raise ValueError(f"eos_token_id of {path} must be a token, a list of tokens or null, got {found!r}")
-    return tokens
+    return known

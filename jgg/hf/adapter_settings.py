@@ -182,7 +182,7 @@ class AdapterSettings:
         return dataclasses.replace(self, values={**self.values, **changes})
 
 
-def new_settings(where: str, settings: Mapping[str, Any], terms: Mapping[str, tuple[int, float]]) -> AdapterSettings:
+def new_settings(where: str, settings: Mapping[str, object], terms: Mapping[str, tuple[int, float]]) -> AdapterSettings:
     """Returns the settings, completed by those of the first of the terms where they lack r and lora_alpha."""
     check_instance(where, settings, Mapping, "a mapping, the content of adapter_config.json")
     first = next(iter(terms.values()), None)

@@ -5,7 +5,6 @@ import json
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -44,10 +43,10 @@ class Adapter:
 
     layers: Mapping[int, Mapping[str, LowRank]]
     others: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
-    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    settings: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
 
-def load_adapter(folder: str | Path, config: Mapping[str, Any], *, is_expert_slowest: bool = False) -> Adapter:
+def load_adapter(folder: str | Path, config: Mapping[str, object], *, is_expert_slowest: bool = False) -> Adapter:
     """Reads a LoRA adapter that PEFT wrote: adapter_config.json and adapter_model.safetensors.
 
     PEFT stores the adapters of experts in one of two ways: for each parameter that has all experts of a layer
@@ -100,19 +99,19 @@ def load_adapter(folder: str | Path, config: Mapping[str, Any], *, is_expert_slo
     return Adapter(layers, others, values)
 
 
-def names_of_experts(config: Mapping[str, Any], layer: int, param: str) -> tuple[str, list[str]]:
+def names_of_experts(config: Mapping[str, object], layer: int, param: str) -> tuple[str, list[str]]:
     """The names of "w_gate_up" or "w_down" in PEFT: the fused parameter, and the modules of expert 0."""
     return names_of_parameters(family(config), layer)[param], modules_of_expert(config, layer, param, 0)
 
 
-def modules_of_expert(config: Mapping[str, Any], layer: int, param: str, expert: int) -> list[str]:
+def modules_of_expert(config: Mapping[str, object], layer: int, param: str, expert: int) -> list[str]:
     """The modules of one expert that "w_gate_up" or "w_down" is of, in the order of its columns; [] if it has none."""
     own = family(config)
     parts = [name.removesuffix(".weight") for name in own.tensors[param].names if "{e}" in name]
     return [own.block_name(layer) + part.replace("{e}", str(expert)) for part in parts]
 
 
-def left_out_by_peft(config: Mapping[str, Any], modules: Collection[str]) -> str:
+def left_out_by_peft(config: Mapping[str, object], modules: Collection[str]) -> str:
     """What PEFT leaves out of an adapter of these modules, with some for each expert; "" if nothing."""
     of_experts = {own.rpartition(".")[2] for param in FUSED for own in modules_of_expert(config, 0, param, 0)}
     others = [own for own in modules if ".experts." not in own]
@@ -143,7 +142,7 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
     return tensors
 
 
-def save_adapter(folder: str | Path, config: Mapping[str, Any], adapter: Adapter) -> None:
+def save_adapter(folder: str | Path, config: Mapping[str, object], adapter: Adapter) -> None:
     """Writes an adapter in PEFT's format for transformers 5, which keeps all experts of a layer in one parameter.
 
     What `load_adapter` read from target_parameters, and `others`, is written bit for bit. What it read from the modules
@@ -191,7 +190,7 @@ def save_adapter(folder: str | Path, config: Mapping[str, Any], adapter: Adapter
     write_adapter(folder, settings.values, tensors)
 
 
-def write_adapter(folder: Path, settings: Mapping[str, Any], tensors: Mapping[str, np.ndarray]) -> None:
+def write_adapter(folder: Path, settings: Mapping[str, object], tensors: Mapping[str, np.ndarray]) -> None:
     """Writes both files of an adapter; one that the folder holds is replaced once both are written.
 
     Raises: OSError: the folder cannot be written.

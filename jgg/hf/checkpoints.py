@@ -45,7 +45,7 @@ def read_config(path: str | Path) -> dict[str, Any]:
     return read_object(file)
 
 
-def family(config: Mapping[str, Any]) -> Family:
+def family(config: Mapping[str, object]) -> Family:
     """Returns the model family that config["model_type"] names.
 
     Raises: ValueError: the model_type is not a key of FAMILIES. TypeError: config is not a mapping.
@@ -57,7 +57,7 @@ def family(config: Mapping[str, Any]) -> Family:
     return FAMILIES[model_type]
 
 
-def moe_layer(config: Mapping[str, Any]) -> MoELayer:
+def moe_layer(config: Mapping[str, object]) -> MoELayer:
     """Returns the sizes and options of a model's MoE layers, as a `MoELayer`.
 
     Args:
@@ -77,8 +77,8 @@ def moe_layer(config: Mapping[str, Any]) -> MoELayer:
 
 
 def from_hf(
-    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int, *, keep_quantized: bool = False
-) -> dict[str, Any]:
+    config: Mapping[str, object], tensors: Mapping[str, np.ndarray], layer: int, *, keep_quantized: bool = False
+) -> dict[str, np.ndarray | QuantizedArray]:
     """Parameters of one layer as {name: array}, with the names of `MoELayer.shapes`.
 
     The result also has "selection_bias" if the router has one.
@@ -99,8 +99,8 @@ def from_hf(
 
 
 def read_params(
-    config: Mapping[str, Any], tensors: Mapping[str, np.ndarray], layer: int, keep_quantized: Container[str]
-) -> Iterator[tuple[str, Any]]:
+    config: Mapping[str, object], tensors: Mapping[str, np.ndarray], layer: int, keep_quantized: Container[str]
+) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
     """Yields the items of what `from_hf` returns, each as it is read; `keep_quantized` has the names of parameters."""
     own, shapes = family(config), param_shapes(config)
     how = quantization(config)
@@ -143,7 +143,7 @@ def _scales_shape(stored: Tensor, name: str, shape: tuple[int, ...], how: Quanti
     return scales_shape(shape, block)
 
 
-def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> dict[str, np.ndarray]:
+def to_hf(config: Mapping[str, object], params: Mapping[str, object], layer: int) -> dict[str, np.ndarray]:
     """The inverse of `from_hf`: one layer's checkpoint tensors by name, bit for bit.
 
     A QuantizedArray is stored in the format of config["quantization_config"]. Weights that `from_hf` converted to
@@ -157,7 +157,7 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
     check_names(params.keys(), shapes.keys(), f"among the parameters of a {config['model_type']} layer")
     tensors: dict[str, np.ndarray] = {}
 
-    def store(name: str, suffix: str, write: Callable[[np.ndarray], np.ndarray], array: Any) -> None:
+    def store(name: str, suffix: str, write: Callable[[np.ndarray], np.ndarray], array: object) -> None:
         for part, value in own.tensors[name].parts(own.block_name(layer), np.asarray(array)):
             tensors[part + suffix] = np.ascontiguousarray(write(value))
 
@@ -178,7 +178,7 @@ def to_hf(config: Mapping[str, Any], params: Mapping[str, Any], layer: int) -> d
     return tensors
 
 
-def param_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+def param_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
     """Returns the shapes of a layer's parameters and, if it has one, of its selection bias."""
     layer = moe_layer(config)
     return layer.shapes | ({SELECTION_BIAS: (layer.num_experts,)} if layer.use_selection_bias else {})
@@ -263,7 +263,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
         """The file that has a tensor."""
         return self.path / self._files[name]
 
-    def moe_layers(self, config: Mapping[str, Any]) -> list[int]:
+    def moe_layers(self, config: Mapping[str, object]) -> list[int]:
         """Indices of the decoder layers that have an MoE block."""
         own, pattern = family(config), re.compile(r"(?<=layers\.)\d+(?=\.)")
         numbers = {int(found[0]) for name in self if (found := pattern.search(name))}

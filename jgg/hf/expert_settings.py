@@ -3,13 +3,13 @@
 from typing import Any
 
 from jgg.core.arguments import check, check_one_of
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 
 _MOST_EXPERTS = 65_536  # each may have tensors of its own
 ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_tanh", "relu": "reglu"}
 
 
-def read_experts(settings: Settings, experts: str, hidden_features: str, **others: Any) -> dict[str, Any]:
+def read_experts(settings: Settings, experts: str, hidden_features: str, **others: Any) -> Arguments:
     """Returns the arguments of `MoELayer`, with others that a family has.
 
     Args:
@@ -31,15 +31,13 @@ def read_experts(settings: Settings, experts: str, hidden_features: str, **other
     } | others
 
 
-def read_normalized(
-    settings: Settings, hidden_features: str = "moe_intermediate_size", **others: Any
-) -> dict[str, Any]:
+def read_normalized(settings: Settings, hidden_features: str = "moe_intermediate_size", **others: Any) -> Arguments:
     """Returns the arguments of a layer whose "norm_topk_prob" says whether weights are normalized, as in Qwen3-MoE."""
     normalize = settings.flag("norm_topk_prob")
     return read_experts(settings, "num_experts", hidden_features, normalize=normalize, **others)
 
 
-def read_groups(settings: Settings) -> dict[str, Any]:
+def read_groups(settings: Settings) -> Arguments:
     """Returns the arguments of a layer that chooses among groups of experts, as in DeepSeek-V3."""
     num_groups, topk_groups = settings.int("n_group"), settings.int("topk_group")
     shared = settings.int("n_shared_experts", 0) * settings.int("moe_intermediate_size")

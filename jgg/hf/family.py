@@ -5,7 +5,7 @@ from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 from jgg.hf.files import shape_of
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 from jgg.hf.tensors import ENDS, LAYER, Tensor
 
 # the names of rotary embeddings' frequencies, which old folders have and which follow from config.json
@@ -44,12 +44,12 @@ class Family:
     """
 
     block: str
-    options: Callable[[Settings], dict[str, Any]]
+    options: Callable[[Settings], Arguments]
     tensors: Mapping[str, Tensor]
-    defaults: Mapping[str, Any]
-    model: Callable[[Settings], dict[str, Any]]
+    defaults: Mapping[str, object]
+    model: Callable[[Settings], Arguments]
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    only: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    only: Mapping[str, object] = dataclasses.field(default_factory=dict)
     without_effect: tuple[str, ...] = ()
     fused: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     layer: Mapping[str, Tensor] = dataclasses.field(default_factory=lambda: LAYER)
@@ -61,9 +61,9 @@ class Family:
     is_swapped: bool = False
     has_modules_in_peft: bool = True
     text_type: str | None = None
-    outer: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    outer: Mapping[str, object] = dataclasses.field(default_factory=dict)
 
-    def settings(self, config: Mapping[str, Any]) -> Settings:
+    def settings(self, config: Mapping[str, object]) -> Settings:
         """Returns the settings of a config of this family."""
         return Settings(config, self.defaults, self.aliases, self.outer)
 

@@ -7,11 +7,13 @@ from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
 
 from jgg.core.files import check_regular
+from jgg.core.quantized import QuantizedArray
 
 DTYPES = "F64", "F32", "F16", "BF16"  # of weights, and of scales in FP8 folders, as safetensors names them
 _FLOAT8 = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2, "F8_E8M0": jnp.float8_e8m0fnu}
@@ -116,7 +118,7 @@ def check_names(
             raise ValueError(f"{name} is not expected {where}.")
 
 
-def as_weights(name: str, array: Any) -> np.ndarray:
+def as_weights(name: str, array: object) -> np.ndarray:
     """The array in NumPy; raises ValueError unless it is of floats that need no scales."""
     array = np.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
@@ -129,7 +131,7 @@ def shape_of(tensors: Any, name: str) -> tuple[int, ...]:
     return tensors.shape_of(name) if hasattr(tensors, "shape_of") else np.shape(tensors[name])
 
 
-def check_shape(name: str, array: Any, shape: tuple[int, ...]) -> None:
+def check_shape(name: str, array: np.ndarray | jax.Array | QuantizedArray, shape: tuple[int, ...]) -> None:
     """Raises ValueError unless a tensor or parameter has a shape."""
     if array.shape != shape:
         raise ValueError(f"{name} must have shape {list(shape)}, got {list(array.shape)}.")

@@ -9,7 +9,7 @@ from jgg.hf.expert_settings import ACTIVATIONS
 from jgg.hf.family import Family
 from jgg.hf.multimodal import OF_TOWERS
 from jgg.hf.rotary import read_logits_factor, read_rotary
-from jgg.hf.settings import LARGEST, Settings, language_model
+from jgg.hf.settings import LARGEST, Arguments, Settings, language_model
 
 # keys that change neither the logits nor what is stored, and those of generation that older versions of transformers
 # wrote into config.json
@@ -34,7 +34,7 @@ _WITHOUT_EFFECT = set(_NAMES.split())
 _MOST_LAYERS, _MOST_HEAD_FEATURES = 10_000, 65_536
 
 
-def read_model(settings: Settings) -> dict[str, Any]:
+def read_model(settings: Settings) -> Arguments:
     """Returns the arguments of `jgg.models.ModelConfig` that every family has."""
     num_layers = settings.int("num_hidden_layers", most=_MOST_LAYERS)
     epsilon, init_scale = settings.number("rms_norm_eps"), settings.number("initializer_range")
@@ -65,7 +65,7 @@ def read_attention(settings: Settings, *, layer_type: str | None = None, **other
     kv_heads = heads if settings.get("num_key_value_heads") is None else settings.int("num_key_value_heads")
     check(heads % kv_heads == 0, f"num_key_value_heads must divide num_attention_heads, {heads}, got {kv_heads}.")
     head_features = _head_features(settings)
-    read: dict[str, Any] = {
+    read: Arguments = {
         "num_heads": heads,
         "num_kv_heads": kv_heads,
         "head_features": head_features,
@@ -102,12 +102,12 @@ def read_latent(settings: Settings) -> LatentConfig:
     )
 
 
-def in_all_layers(settings: Settings, mixer: MixerConfig) -> dict[str, Any]:
+def in_all_layers(settings: Settings, mixer: MixerConfig) -> Arguments:
     """Returns the mixer of each layer, the same in all."""
     return {"mixers": (mixer,) * settings.int("num_hidden_layers")}
 
 
-def in_layers(settings: Settings, by_type: Mapping[str, MixerConfig], types: Sequence[str]) -> dict[str, Any]:
+def in_layers(settings: Settings, by_type: Mapping[str, MixerConfig], types: Sequence[str]) -> Arguments:
     """Returns the mixer of each layer, as "layer_types" names it, by default `types`.
 
     Args:
@@ -154,7 +154,7 @@ def _check_unused(settings: Settings) -> None:
         check(token <= LARGEST, f"eos_token_id must be at most {LARGEST}, got {token}.")
 
 
-def read_biases(settings: Settings) -> dict[str, Any]:
+def read_biases(settings: Settings) -> Arguments:
     """Returns whether the projections of attention have biases, where one key says so of all of them."""
     return {"use_qkv_bias": settings.flag("attention_bias"), "use_out_bias": settings.flag("attention_bias")}
 
@@ -166,13 +166,13 @@ def read_window(settings: Settings, is_used: bool = True) -> int | None:
     return settings.int("sliding_window")
 
 
-def read_dense_layers(settings: Settings, key: str, num_dense_layers: int) -> dict[str, Any]:
+def read_dense_layers(settings: Settings, key: str, num_dense_layers: int) -> Arguments:
     """Returns how many of the first layers have a dense MLP, as the setting of this key says, and their sizes."""
     num_layers = settings.int("num_hidden_layers")
     return read_mlps(settings, key, [number < num_dense_layers for number in range(num_layers)])
 
 
-def read_mlp_types(settings: Settings, is_dense: Sequence[bool], *, also: str | None = None) -> dict[str, Any]:
+def read_mlp_types(settings: Settings, is_dense: Sequence[bool], *, also: str | None = None) -> Arguments:
     """Returns which layers have a dense MLP, by "mlp_layer_types" or else `is_dense`, and their sizes.
 
     Args:
@@ -194,7 +194,7 @@ def read_mlp_types(settings: Settings, is_dense: Sequence[bool], *, also: str | 
     return read_mlps(settings, key, is_dense)
 
 
-def read_mlps(settings: Settings, key: str, is_dense: Sequence[bool]) -> dict[str, Any]:
+def read_mlps(settings: Settings, key: str, is_dense: Sequence[bool]) -> Arguments:
     """Returns which layers have a dense MLP, as the setting of this key says, and their sizes."""
     what = f"{sum(is_dense)} dense layers of {len(is_dense)}"
     check(not all(is_dense), f"One layer at least must have experts, got {what} by {key} and num_hidden_layers.")
@@ -207,7 +207,7 @@ def read_mlps(settings: Settings, key: str, is_dense: Sequence[bool]) -> dict[st
     }
 
 
-def check_keys(config: Mapping[str, Any], own: Family) -> None:
+def check_keys(config: Mapping[str, object], own: Family) -> None:
     """Raises ValueError if a key is neither read nor known to have no effect: it could change the model."""
     text, settings = language_model(config), own.settings(config)
     for key, value in own.only.items():

@@ -3,7 +3,6 @@
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from jgg.hf.family import Family
 from jgg.hf.tensors import Tensor
@@ -24,7 +23,7 @@ def in_multimodal(
     prefix: str = "model.language_model.",
     root: str = "",
     towers: tuple[str, ...],
-    outer: Mapping[str, Any],
+    outer: Mapping[str, object],
 ) -> Family:
     """The family of the folders that have a language model of another family beside towers.
 

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -60,7 +59,7 @@ class Quantization:
         return scaled(values, scales, self.block, np).astype(jnp.bfloat16)
 
 
-def quantization(config: Mapping[str, Any]) -> Quantization | None:
+def quantization(config: Mapping[str, object]) -> Quantization | None:
     """Returns the format that a config's "quantization_config" names; None if the checkpoint is not quantized.
 
     Which tensors are quantized, their scales say: the lists of modules that are not, which config.json may have under
@@ -85,7 +84,7 @@ def quantization(config: Mapping[str, Any]) -> Quantization | None:
     )
 
 
-def _block_of_fp8(how: Mapping[str, Any]) -> tuple[int, int]:
+def _block_of_fp8(how: Mapping[str, object]) -> tuple[int, int]:
     given, scheme = how.get("weight_block_size"), how.get("activation_scheme", "dynamic")
     block = _as_block(given)
     if block is None:
@@ -98,7 +97,7 @@ def _block_of_fp8(how: Mapping[str, Any]) -> tuple[int, int]:
     return block
 
 
-def _block_of_groups(how: Mapping[str, Any]) -> tuple[int, int]:
+def _block_of_groups(how: Mapping[str, object]) -> tuple[int, int]:
     """The block of weights that llm-compressor wrote, which must be the same in all groups of modules."""
     groups = how.get("config_groups")
     found = {_block_of_group(group) for group in groups.values()} if isinstance(groups, Mapping) else {None}
@@ -111,7 +110,7 @@ def _block_of_groups(how: Mapping[str, Any]) -> tuple[int, int]:
     return block
 
 
-def _block_of_group(group: Any) -> tuple[int, int] | None:
+def _block_of_group(group: object) -> tuple[int, int] | None:
     """The block of a group's weights; None if they are in a format that jgg does not read."""
     match group:
         case {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}:
@@ -121,7 +120,7 @@ def _block_of_group(group: Any) -> tuple[int, int] | None:
     return None
 
 
-def _as_block(block: Any) -> tuple[int, int] | None:
+def _as_block(block: object) -> tuple[int, int] | None:
     """The rows and columns that share a scale, of a list of both; None if it is none."""
     if not isinstance(block, list | tuple) or len(block) != 2:
         return None

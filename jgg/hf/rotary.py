@@ -73,13 +73,13 @@ def read_logits_factor(settings: Settings) -> float:
     return _mscale(_factor("yarn", dict(part)), as_finite("mscale_all_dim", of_all)) ** 2 if of_all else 1.0
 
 
-def _theta(value: Any) -> float:
+def _theta(value: object) -> float:
     theta = as_finite("rope_theta", value)
     check(theta > 1, f"rope_theta must be greater than 1, got {theta}.")
     return theta
 
 
-def _context(settings: Settings, given: dict[str, Any]) -> float:
+def _context(settings: Settings, given: dict[str, object]) -> float:
     """How many positions a model had before its frequencies were slowed down; takes the key out of `given`."""
     key = "original_max_position_embeddings"
     found = given.pop(key, settings.int("max_position_embeddings"))
@@ -87,7 +87,7 @@ def _context(settings: Settings, given: dict[str, Any]) -> float:
     return _as_positive(key, found if own is None else own)
 
 
-def _rotated(settings: Settings, factor: Any, head_features: int) -> int:
+def _rotated(settings: Settings, factor: object, head_features: int) -> int:
     """How many features of a head are rotated; if they are odd, one more is."""
     factor = 1.0 if factor is None else as_finite("partial_rotary_factor", factor)
     is_partial = settings.defaults["partial_rotary_factor"] is not None
@@ -99,7 +99,7 @@ def _rotated(settings: Settings, factor: Any, head_features: int) -> int:
     return rotated
 
 
-def _proportional(frequencies: np.ndarray, part: Any, given: dict[str, Any]) -> np.ndarray:
+def _proportional(frequencies: np.ndarray, part: object, given: dict[str, object]) -> np.ndarray:
     """The frequencies of all pairs of a head, of which the last are 0, so that only a part of the pairs is rotated.
 
     Unlike those of a partial embedding, the two features of a pair are half a head apart. Takes its keys out of
@@ -113,7 +113,7 @@ def _proportional(frequencies: np.ndarray, part: Any, given: dict[str, Any]) -> 
 
 
 def _yarn(
-    frequencies: np.ndarray, theta: float, rotated: int, context: float, given: dict[str, Any]
+    frequencies: np.ndarray, theta: float, rotated: int, context: float, given: dict[str, object]
 ) -> tuple[np.ndarray, float]:
     """Slows down low frequencies by `factor`, keeps high ones, and goes linearly from one to the other between.
 
@@ -135,7 +135,7 @@ def _yarn(
     return _slowed(frequencies, factor, slowed), _yarn_scale(factor, given)
 
 
-def _llama3(frequencies: np.ndarray, context: float, given: dict[str, Any]) -> np.ndarray:
+def _llama3(frequencies: np.ndarray, context: float, given: dict[str, object]) -> np.ndarray:
     """Slows down by `factor` what turns less than `low_freq_factor` times over the context, and keeps what turns often.
 
     Takes its keys out of `given`. Source: `apply_scaling` in the code of Llama 3.1.
@@ -154,17 +154,17 @@ def _slowed(frequencies: np.ndarray, factor: float, part: np.ndarray | float) ->
         return frequencies * (1 - part) + frequencies / factor * part
 
 
-def _factor(kind: str, given: dict[str, Any]) -> float:
+def _factor(kind: str, given: dict[str, object]) -> float:
     return _as_positive("factor", _required(kind, given, "factor"))
 
 
-def _required(kind: str, given: dict[str, Any], key: str) -> Any:
+def _required(kind: str, given: dict[str, object], key: str) -> Any:
     """Takes a key out of `given`, where this kind of rotary embedding has no default for it."""
     check(key in given, f"rope_parameters of rope_type {kind!r} must have {key!r}, got {given}.")
     return given.pop(key)
 
 
-def _yarn_scale(factor: float, given: dict[str, Any]) -> float:
+def _yarn_scale(factor: float, given: dict[str, object]) -> float:
     """The factor of the rotated features: `attention_factor`, or what follows from `factor` and the mscales."""
     mscale, of_all = (as_finite(key, given.pop(key, 0)) for key in ("mscale", "mscale_all_dim"))
     check(mscale >= 0 and of_all >= 0, f"mscale and mscale_all_dim must be 0 or more, got {mscale} and {of_all}.")
@@ -177,7 +177,7 @@ def _mscale(factor: float, scale: float) -> float:
     return 0.1 * scale * math.log(max(factor, 1)) + 1
 
 
-def _as_positive(key: str, value: Any) -> float:
+def _as_positive(key: str, value: object) -> float:
     """The value of a rotary setting, a number that must be more than 0."""
     number = as_finite(key, value)
     check(number > 0, f"{key} must be more than 0, got {number}.")

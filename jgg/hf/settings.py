@@ -6,6 +6,8 @@ from typing import Any, Self
 
 from jgg.core.arguments import as_finite, as_flag, as_int, check
 
+type Arguments = dict[str, Any]  # of a MoELayer or a ModelConfig
+
 LARGEST = 2**31 - 1  # what an int of config.json may be at most, if nothing smaller is said
 _LARGEST_FLOAT = (2 - 2.0**-23) * 2.0**127
 # what null says in these keys; other keys may be null where transformers' default is null or an object
@@ -25,7 +27,7 @@ _NULLS = {
 }
 
 
-def language_model(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def language_model(config: Mapping[str, object]) -> Mapping[str, object]:
     """Returns the language model's part of a config.
 
     Raises: ValueError: the config's "text_config" is not an object.
@@ -50,22 +52,22 @@ class Settings:
 
     def __init__(
         self,
-        config: Mapping[str, Any],
-        defaults: Mapping[str, Any],
+        config: Mapping[str, object],
+        defaults: Mapping[str, object],
         aliases: Mapping[str, str],
-        outer: Mapping[str, Any],
+        outer: Mapping[str, object],
     ) -> None:
         given = {key: default if config.get(key) is None else config[key] for key, default in outer.items()}
         self.given, self.defaults, self.aliases = {**language_model(config), **given}, defaults, aliases
         self.model_type = config["model_type"]
 
-    def with_defaults(self, **defaults: Any) -> Self:
+    def with_defaults(self, **defaults: object) -> Self:
         """The settings with other defaults for some keys, as the settings of other keys say."""
         settings = copy.copy(self)
         settings.defaults = {**self.defaults, **defaults}
         return settings
 
-    def updated(self, own: Mapping[str, Any]) -> Self:
+    def updated(self, own: Mapping[str, object]) -> Self:
         """The same settings, with others in the place of some of them."""
         new = copy.copy(self)
         new.given = {**self.given, **own}

@@ -265,7 +265,8 @@ register_model("jgg")(JggLM)
 def _max_length(folder: str | Path) -> int:
     """max_position_embeddings of config.json, or of the language model that its text_config describes."""
     config = read_config(folder)
-    return config.get(_LENGTH_KEY) or language_model(config).get(_LENGTH_KEY) or _MAX_LENGTH
+    found = config.get(_LENGTH_KEY) or language_model(config).get(_LENGTH_KEY)
+    return as_int(_LENGTH_KEY, found, least=1) if found else _MAX_LENGTH
 
 
 if __name__ == "__main__":

@@ -231,8 +231,8 @@ class _Reader:
                 yield name, self._placed(name, value)
         if hasattr(stack.layers, "moe"):
             keeps = OF_EXPERTS if self.experts == "as stored" else ()
-            for name, value in read_params(self.model.config.hf, self.checkpoint, number, keeps):
-                yield f"moe.{name}", self._placed(f"moe.{name}", value)
+            for name, param in read_params(self.model.config.hf, self.checkpoint, number, keeps):
+                yield f"moe.{name}", self._placed(f"moe.{name}", param)
 
     def _placed(self, name: str, value: Any) -> Any:
         """A parameter on its devices, in the dtype that `load` says."""

@@ -1,17 +1,16 @@
 """DeepSeek-V3, and the families that have its router."""
 
 import dataclasses
-from typing import Any
 
 from jgg.hf.expert_settings import read_groups
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_all_layers, read_attention, read_dense_layers, read_latent, read_mlp_types
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 from jgg.hf.tensors import FUSED, LATENT, LAYER, QWEN, SELECTION_BIAS, as_is, shared
 
 
-def _glm4_moe(settings: Settings) -> dict[str, Any]:
+def _glm4_moe(settings: Settings) -> Arguments:
     attention = read_attention(
         settings,
         qk_norm="head" if settings.flag("use_qk_norm") else None,
@@ -21,7 +20,7 @@ def _glm4_moe(settings: Settings) -> dict[str, Any]:
     return in_all_layers(settings, attention) | read_dense_layers(settings, key, settings.int(key, 0))
 
 
-def _deepseek_v3(settings: Settings) -> dict[str, Any]:
+def _deepseek_v3(settings: Settings) -> Arguments:
     for key in ("moe_layer_freq", "scoring_func", "topk_method"):
         settings.only(key, settings.defaults[key])
     key = "first_k_dense_replace"
@@ -29,7 +28,7 @@ def _deepseek_v3(settings: Settings) -> dict[str, Any]:
     return in_all_layers(settings, read_latent(settings)) | dense
 
 
-def _glm4_moe_lite(settings: Settings) -> dict[str, Any]:
+def _glm4_moe_lite(settings: Settings) -> Arguments:
     for key in ("scoring_func", "topk_method"):
         settings.only(key, settings.defaults[key])
     usual = [number < 1 for number in range(settings.int("num_hidden_layers"))]

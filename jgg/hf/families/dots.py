@@ -1,15 +1,14 @@
 """Rednote's dots.llm1, whose experts are DeepSeek-V3's."""
 
 import dataclasses
-from typing import Any
 
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.families.deepseek import GLM4_MOE
 from jgg.hf.model_settings import in_layers, read_attention, read_biases, read_dense_layers
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 
 
-def _dots1(settings: Settings) -> dict[str, Any]:
+def _dots1(settings: Settings) -> Arguments:
     attention = read_attention(settings, qk_norm="head", **read_biases(settings))
     kinds, num_layers = {"full_attention": attention}, settings.int("num_hidden_layers")
     num_global = num_layers

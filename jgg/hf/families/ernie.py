@@ -1,16 +1,14 @@
 """Baidu's ERNIE 4.5."""
 
-from typing import Any
-
 from jgg.hf.expert_settings import read_experts
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_all_layers, read_attention, read_mlps
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 from jgg.hf.tensors import FUSED, QWEN, SELECTION_BIAS, as_row, shared
 
 
-def _experts_of_ernie(settings: Settings) -> dict[str, Any]:
+def _experts_of_ernie(settings: Settings) -> Arguments:
     return read_experts(
         settings,
         "moe_num_experts",
@@ -21,7 +19,7 @@ def _experts_of_ernie(settings: Settings) -> dict[str, Any]:
     )
 
 
-def _ernie4_5_moe(settings: Settings) -> dict[str, Any]:
+def _ernie4_5_moe(settings: Settings) -> Arguments:
     attention = read_attention(settings, is_interleaved=True)
     num_layers, interval = settings.int("num_hidden_layers"), settings.int("moe_layer_interval")
     first, last = settings.int("moe_layer_start_index", 0), num_layers - 1

@@ -1,18 +1,17 @@
 """LG's K-EXAONE."""
 
 import dataclasses
-from typing import Any
 
 from jgg.core.arguments import check
 from jgg.hf.expert_settings import read_groups
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_layers, read_attention, read_mlp_types
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 from jgg.hf.tensors import FUSED, QWEN, SELECTION_BIAS, as_is, shared
 
 
-def _exaone_moe(settings: Settings) -> dict[str, Any]:
+def _exaone_moe(settings: Settings) -> Arguments:
     settings.only("scoring_func", "sigmoid")
     settings.only("topk_method", "noaux_tc")
     local = read_attention(settings, qk_norm="head")

@@ -10,7 +10,7 @@ from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.model_settings import read_attention, read_biases, read_layer_types
 from jgg.hf.multimodal import in_multimodal
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 from jgg.hf.tensors import LAYER, as_is, matrix
 
 # in which every sixth layer attends to all tokens, and the last one
@@ -22,11 +22,11 @@ _ROTARY = {
 _OF_LAYERS = "head_dim", "num_key_value_heads"  # what layers may have of their own
 
 
-def _experts_of_gemma4(settings: Settings) -> dict[str, Any]:
+def _experts_of_gemma4(settings: Settings) -> Arguments:
     return read_experts(settings, "num_experts", "moe_intermediate_size", normalize=True, use_router_scale=True)
 
 
-def _gemma4(settings: Settings) -> dict[str, Any]:
+def _gemma4(settings: Settings) -> Arguments:
     for key, value in (
         ("enable_moe_block", True),
         ("hidden_size_per_layer_input", 0),
@@ -69,7 +69,7 @@ def _mixers(settings: Settings) -> tuple[AttentionConfig, ...]:
     return tuple(mixers)
 
 
-def _of_layers(settings: Settings, types: list[str]) -> Mapping[int, Mapping[str, Any]]:
+def _of_layers(settings: Settings, types: list[str]) -> Mapping[int, Mapping[str, object]]:
     """What layers have of their own, by their numbers, in the words of transformers 5.24 or of older ones."""
     given = settings.get("per_layer_config")
     if given is None:
@@ -78,7 +78,7 @@ def _of_layers(settings: Settings, types: list[str]) -> Mapping[int, Mapping[str
             own["num_key_value_heads"] = settings.get("num_global_key_value_heads")
         return {number: own for number, kind in enumerate(types) if kind == _FULL}
     check_instance("per_layer_config", given, Mapping, "null or an object")
-    found: dict[int, Mapping[str, Any]] = {}
+    found: dict[int, Mapping[str, object]] = {}
     for number, own in given.items():
         is_layer = isinstance(number, int | str) and str(number).isdecimal() and int(number) < len(types)
         check(is_layer, f"per_layer_config must have numbers of the {len(types)} layers as keys, got {number!r}.")

@@ -1,7 +1,6 @@
 """gpt-oss."""
 
 import dataclasses
-from typing import Any
 
 from jgg.core.activations import clamped_swiglu
 from jgg.core.arguments import check
@@ -9,7 +8,7 @@ from jgg.hf.expert_settings import read_experts
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_layers, read_attention, read_biases
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 from jgg.hf.tensors import IN_OUT, as_is
 
 # the settings of the YaRN that gpt-oss has if its config has no other
@@ -23,7 +22,7 @@ _YARN = {
 }
 
 
-def _experts_of_gpt_oss(settings: Settings) -> dict[str, Any]:
+def _experts_of_gpt_oss(settings: Settings) -> Arguments:
     limit = settings.number("swiglu_limit")
     check(limit > 0, f"swiglu_limit must be more than 0, got {limit}.")
     return read_experts(
@@ -38,7 +37,7 @@ def _experts_of_gpt_oss(settings: Settings) -> dict[str, Any]:
     )
 
 
-def _gpt_oss(settings: Settings) -> dict[str, Any]:
+def _gpt_oss(settings: Settings) -> Arguments:
     attention = read_attention(settings, use_sinks=True, **read_biases(settings))
     kinds = {
         "sliding_attention": dataclasses.replace(attention, window=settings.int("sliding_window")),

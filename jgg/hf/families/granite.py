@@ -2,22 +2,21 @@
 
 import dataclasses
 import math
-from typing import Any
 
 from jgg.core.arguments import check
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.families.mixtral import experts_of_mixtral
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_all_layers, read_attention, read_biases
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 from jgg.hf.tensors import FUSED, matrix
 
 
-def _experts_with_shared(settings: Settings) -> dict[str, Any]:
+def _experts_with_shared(settings: Settings) -> Arguments:
     return experts_of_mixtral(settings, shared_features=settings.int("shared_intermediate_size", 0))
 
 
-def _granitemoe(settings: Settings) -> dict[str, Any]:
+def _granitemoe(settings: Settings) -> Arguments:
     logits_scaling = settings.number("logits_scaling")
     is_invertible = logits_scaling and math.isfinite(1 / logits_scaling)
     check(is_invertible, f"logits_scaling must be a number to divide by, got {logits_scaling}.")
@@ -29,7 +28,7 @@ def _granitemoe(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _granitemoehybrid(settings: Settings) -> dict[str, Any]:
+def _granitemoehybrid(settings: Settings) -> Arguments:
     settings.int("shared_intermediate_size")
     settings.only("normalization_function", "rmsnorm")
     known, num_layers = ("attention", "full_attention"), settings.int("num_hidden_layers")

@@ -1,16 +1,14 @@
 """Tencent's Hunyuan V3."""
 
-from typing import Any
-
 from jgg.hf.expert_settings import read_experts
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_all_layers, read_attention, read_biases, read_mlp_types
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 from jgg.hf.tensors import FUSED, ROUTER, SELECTION_BIAS, as_is, experts, matrix, shared
 
 
-def _experts_of_hy_v3(settings: Settings) -> dict[str, Any]:
+def _experts_of_hy_v3(settings: Settings) -> Arguments:
     return read_experts(
         settings,
         "num_experts",
@@ -23,7 +21,7 @@ def _experts_of_hy_v3(settings: Settings) -> dict[str, Any]:
     )
 
 
-def _hy_v3(settings: Settings) -> dict[str, Any]:
+def _hy_v3(settings: Settings) -> Arguments:
     usual = [number < 1 for number in range(settings.int("num_hidden_layers"))]
     read = read_mlp_types(settings, usual, also="first_k_dense_replace")
     return in_all_layers(settings, read_attention(settings, qk_norm="head", **read_biases(settings))) | read

@@ -1,7 +1,6 @@
 """Llama 4."""
 
 import dataclasses
-from typing import Any
 
 from jgg.core.arguments import check
 from jgg.core.mixers import AttentionConfig
@@ -10,13 +9,13 @@ from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.model_settings import read_attention, read_biases, read_layer_types, read_mlps
 from jgg.hf.multimodal import in_multimodal
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 from jgg.hf.tensors import IN_OUT, LAYER, matrix, shared
 
 _CHUNKED, _FULL = "chunked_attention", "full_attention"
 
 
-def _experts(settings: Settings) -> dict[str, Any]:
+def _experts(settings: Settings) -> Arguments:
     return read_experts(
         settings,
         "num_local_experts",
@@ -28,7 +27,7 @@ def _experts(settings: Settings) -> dict[str, Any]:
     )
 
 
-def _llama4(settings: Settings) -> dict[str, Any]:
+def _llama4(settings: Settings) -> Arguments:
     with_rotary, without = _rotated(settings), _unrotated(settings)
     chunk = None if settings.get("attention_chunk_size") is None else settings.int("attention_chunk_size")
     num_layers, uses_rotary = settings.int("num_hidden_layers"), _uses_rotary(settings)

@@ -1,13 +1,12 @@
 """JetBrains' Mellum 2."""
 
 import dataclasses
-from typing import Any
 
 from jgg.hf.expert_settings import read_normalized
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_layers, read_attention, read_biases, read_mlp_types
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 from jgg.hf.tensors import FUSED, QWEN
 
 # the rotary embeddings that Mellum has if its config has no other
@@ -17,7 +16,7 @@ _ROTARY = {
 }
 
 
-def _mellum(settings: Settings) -> dict[str, Any]:
+def _mellum(settings: Settings) -> Arguments:
     settings.only("use_sliding_window", True)
     settings.only("rope_scaling", None)
     kinds = {

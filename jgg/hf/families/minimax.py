@@ -1,18 +1,17 @@
 """The MiniMax models."""
 
 import functools
-from typing import Any
 
 from jgg.core.arguments import check
 from jgg.hf.expert_settings import read_experts
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_all_layers, read_attention
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 from jgg.hf.tensors import FUSED, ROUTER, SELECTION_BIAS, as_is, experts
 
 
-def _minimax_m2(settings: Settings) -> dict[str, Any]:
+def _minimax_m2(settings: Settings) -> Arguments:
     num_layers, kinds = settings.int("num_hidden_layers"), settings.get("attn_type_list")
     has_attention = kinds is None or kinds == [1] * num_layers
     check(has_attention, f"attn_type_list must be 1, softmax attention, for each of {num_layers} layers, got {kinds}.")

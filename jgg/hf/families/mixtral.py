@@ -1,17 +1,16 @@
 """Mixtral."""
 
 import functools
-from typing import Any
 
 from jgg.hf.expert_settings import read_experts
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_all_layers, read_attention, read_window
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 from jgg.hf.tensors import FUSED, ROUTER, experts
 
 
-def _mixtral(settings: Settings) -> dict[str, Any]:
+def _mixtral(settings: Settings) -> Arguments:
     return in_all_layers(settings, read_attention(settings, window=read_window(settings)))
 
 

@@ -1,18 +1,17 @@
 """OLMoE."""
 
 import functools
-from typing import Any
 
 from jgg.core.arguments import check
 from jgg.hf.expert_settings import read_normalized
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_all_layers, read_attention, read_biases
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 from jgg.hf.tensors import FUSED, QWEN
 
 
-def _olmoe(settings: Settings) -> dict[str, Any]:
+def _olmoe(settings: Settings) -> Arguments:
     clip = None if settings.get("clip_qkv") is None else settings.number("clip_qkv")
     check(clip is None or clip > 0, f"clip_qkv must be null or more than 0, got {clip}.")
     attention = read_attention(settings, qk_norm="all", clip_qkv=clip, **read_biases(settings))

@@ -1,7 +1,6 @@
 """The Qwen models."""
 
 import dataclasses
-from typing import Any
 
 from jgg.core.arguments import check
 from jgg.hf.expert_settings import read_normalized
@@ -10,17 +9,17 @@ from jgg.hf.families.qwen3_next import WITH_SHARED, experts_with_shared
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_all_layers, in_layers, read_attention, read_biases, read_mlps, read_window
 from jgg.hf.multimodal import in_multimodal
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 from jgg.hf.tensors import FUSED, IN_OUT, QWEN, ROUTER
 
 
-def _qwen3_moe(settings: Settings) -> dict[str, Any]:
+def _qwen3_moe(settings: Settings) -> Arguments:
     window = read_window(settings, settings.flag("use_sliding_window"))
     attention = read_attention(settings, qk_norm="head", window=window, **read_biases(settings))
     return in_all_layers(settings, attention) | _read_dense(settings)
 
 
-def _qwen3_vl_moe(settings: Settings) -> dict[str, Any]:
+def _qwen3_vl_moe(settings: Settings) -> Arguments:
     settings.only("norm_topk_prob", True)
     features, own = settings.int("hidden_size"), settings.int("moe_intermediate_size")
     # else the shapes of the experts' tensors do not tell in which of two orders a folder has their axes
@@ -29,7 +28,7 @@ def _qwen3_vl_moe(settings: Settings) -> dict[str, Any]:
     return _qwen3_moe(settings)
 
 
-def _qwen2_moe(settings: Settings) -> dict[str, Any]:
+def _qwen2_moe(settings: Settings) -> Arguments:
     attention = read_attention(settings, use_qkv_bias=settings.flag("qkv_bias"))
     kinds = {"full_attention": attention}
     num_layers, num_local = settings.int("num_hidden_layers"), 0
@@ -42,7 +41,7 @@ def _qwen2_moe(settings: Settings) -> dict[str, Any]:
     return in_layers(settings, kinds, usual) | _read_dense(settings)
 
 
-def _read_dense(settings: Settings) -> dict[str, Any]:
+def _read_dense(settings: Settings) -> Arguments:
     """Returns which layers are dense: those that are named, and all but each so many-th."""
     num_layers, step = settings.int("num_hidden_layers"), settings.int("decoder_sparse_step")
     named = [] if settings.get("mlp_only_layers") is None else settings.get("mlp_only_layers")

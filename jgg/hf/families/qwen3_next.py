@@ -1,7 +1,6 @@
 """Qwen3-Next and Qwen3.5, whose layers are recurrent except for every fourth."""
 
 import dataclasses
-from typing import Any
 
 from jgg.core.arguments import check
 from jgg.core.mixers import DeltaConfig
@@ -10,27 +9,27 @@ from jgg.hf.families.common import OF_MODELS
 from jgg.hf.family import Family
 from jgg.hf.model_settings import in_layers, read_attention, read_biases
 from jgg.hf.multimodal import in_multimodal
-from jgg.hf.settings import LARGEST, Settings
+from jgg.hf.settings import LARGEST, Arguments, Settings
 from jgg.hf.tensors import FUSED, LAYER, QWEN, as_is, matrix, shared
 
 _MOST_FEATURES = 65_536  # of a head
 _EXPERTS = {"num_experts": "num_local_experts"}
 
 
-def experts_with_shared(settings: Settings) -> dict[str, Any]:
+def experts_with_shared(settings: Settings) -> Arguments:
     """Returns the arguments of a layer with a shared expert that has a gate."""
     return read_normalized(settings, **_shared(settings))
 
 
-def _experts_of_qwen3_5(settings: Settings) -> dict[str, Any]:
+def _experts_of_qwen3_5(settings: Settings) -> Arguments:
     return read_experts(settings, "num_experts", "moe_intermediate_size", normalize=True, **_shared(settings))
 
 
-def _shared(settings: Settings) -> dict[str, Any]:
+def _shared(settings: Settings) -> Arguments:
     return {"shared_features": settings.int("shared_expert_intermediate_size"), "use_shared_gate": True}
 
 
-def _qwen3_next(settings: Settings) -> dict[str, Any]:
+def _qwen3_next(settings: Settings) -> Arguments:
     for key in ("decoder_sparse_step", "use_sliding_window"):
         settings.only(key, settings.defaults[key])
     dense = settings.get("mlp_only_layers")
@@ -38,13 +37,13 @@ def _qwen3_next(settings: Settings) -> dict[str, Any]:
     return _mixers(settings, is_grouped=True)
 
 
-def _qwen3_5(settings: Settings) -> dict[str, Any]:
+def _qwen3_5(settings: Settings) -> Arguments:
     for key in ("attn_output_gate", "mamba_ssm_dtype"):
         settings.only(key, settings.defaults[key])
     return _mixers(settings, is_grouped=False)
 
 
-def _mixers(settings: Settings, *, is_grouped: bool) -> dict[str, Any]:
+def _mixers(settings: Settings, *, is_grouped: bool) -> Arguments:
     """The mixers of all layers, the scales of whose norms are stored around zero."""
     settings.only("hidden_act", "silu")  # the convolution's too
     kinds = {
@@ -69,7 +68,7 @@ def _read_delta(settings: Settings, *, is_grouped: bool) -> DeltaConfig:
     )
 
 
-def _delta(**projections: str) -> dict[str, Any]:
+def _delta(**projections: str) -> Arguments:
     """The tensors of a layer, of which these projections are the recurrent ones'."""
     own = projections | {"out": "out_proj"}
     return {

@@ -1,15 +1,14 @@
 """Upstage's Solar Open, whose experts are GLM-4.5's."""
 
 import dataclasses
-from typing import Any
 
 from jgg.hf.families.common import OF_MODELS
 from jgg.hf.families.deepseek import GLM4_MOE
 from jgg.hf.model_settings import in_all_layers, read_attention
-from jgg.hf.settings import Settings
+from jgg.hf.settings import Arguments, Settings
 
 
-def _solar_open(settings: Settings) -> dict[str, Any]:
+def _solar_open(settings: Settings) -> Arguments:
     return in_all_layers(settings, read_attention(settings, use_qkv_bias=settings.flag("attention_bias")))
 
 
