@@ -23,7 +23,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from _jgg_command.arguments import new_file
+from jgg.cli.arguments import new_file
 from jgg.core.gpu_target import current_target
 from jgg.core.matrix import Factors, Matrix
 from jgg.launching import dense_choice

@@ -14,14 +14,15 @@ import statistics
 import sys
 from pathlib import Path
 
-from _jgg_command.options import add_shared
-from _jgg_command.parser import COMMANDS
 from benchmarks.peers import PEERS, measure_best
 from jgg.cli import bench, options
 from jgg.cli import run as run_command
+from jgg.cli.arguments import add_prefix
 from jgg.cli.bench import DENSE, Measure, Row, in_one_way, plan_of
+from jgg.cli.commands import Bench
 from jgg.cli.console import print_table
-from jgg.cli.options import UsageError
+from jgg.cli.declarations import add_options
+from jgg.cli.errors import UsageError
 from jgg.cli.output import Output
 from jgg.core.files import replace_text
 from jgg.tuning import ways
@@ -34,10 +35,10 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.gemms", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    COMMANDS["bench"].add_arguments(parser)
+    add_options(parser, Bench)
     what = f"all, none or a comma list of {', '.join(PEERS)}; bfloat16 is beside fp8 (default: %(default)s)"
     parser.add_argument("--peers", default="all", metavar="LIST", help=what)
-    add_shared(parser, out={"default": "jgg-gemms"})
+    add_prefix(parser, "jgg-gemms")
     parser.set_defaults(parser=parser)
     return parser
 

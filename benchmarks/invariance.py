@@ -25,10 +25,10 @@ import numpy as np
 
 import jgg
 import jgg.models
-from _jgg_command.arguments import new_file
 from benchmarks.model_configs import config_of
 from benchmarks.models import EXPERTS, random_model
 from jgg.cli import run as run_command
+from jgg.cli.arguments import new_file
 from jgg.cli.console import print_table
 from jgg.core.matrix import Matrix
 from jgg.core.quantized import QuantizedArray

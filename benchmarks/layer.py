@@ -9,13 +9,14 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.memory import Memory, planned_memory
+from jgg.core.choices import OPS
 from jgg.core.problem import GroupedGemmProblem
 from jgg.experts.moe import moe_mlp
 from jgg.experts.router.logits import router_logits
 from jgg.experts.router.routing import Routing, route, sort_by_expert
 from jgg.linear.fp8 import Fp8
 from jgg.tuning.timing import WRONG, Measurement, Reference, jit_reference
-from jgg.tuning.workloads import OPS, Layer
+from jgg.tuning.workloads import Layer
 
 FORWARD, FORWARD_BACKWARD = "forward", "forward + backward"
 PASSES = {FORWARD: ("forward",), FORWARD_BACKWARD: OPS}  # and which ops of the experts' products are in each

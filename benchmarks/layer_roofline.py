@@ -31,10 +31,11 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from benchmarks.layer import FORWARD, LayerProblem
+from jgg.core.choices import FP8, OPS
 from jgg.core.quantized import BLOCK
 from jgg.tuning.roofline import least_seconds
 from jgg.tuning.ways import dense
-from jgg.tuning.workloads import FP8, OPS, computed_as, operands
+from jgg.tuning.workloads import computed_as, operands
 
 
 class Part(NamedTuple):

@@ -19,7 +19,6 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from _jgg_command.options import DTYPES, SIZES, add_shared
 from benchmarks import layers_report
 from benchmarks.layer import (
     PASSES,
@@ -35,16 +34,20 @@ from benchmarks.layer_roofline import dense_times, least_layer_seconds, parts_of
 from benchmarks.memory import Memory
 from jgg.cli import options
 from jgg.cli import run as run_command
+from jgg.cli.arguments import add_prefix
+from jgg.cli.commands import Bench, Products
 from jgg.cli.console import progress
-from jgg.cli.options import INTERRUPTED, UsageError
+from jgg.cli.declarations import add_options, changed
+from jgg.cli.errors import INTERRUPTED, UsageError
 from jgg.cli.output import Output
+from jgg.core.choices import FP8
 from jgg.core.files import replace_text
 from jgg.experts.router.routing import route
 from jgg.linear.fp8 import Fp8
 from jgg.tuning.roofline import copy_bandwidth, percent_of_roofline
 from jgg.tuning.timing import FAILED, WRONG, Measurement, first_line
 from jgg.tuning.ways import JaxProduct, check_and_time
-from jgg.tuning.workloads import FP8, Layer
+from jgg.tuning.workloads import Layer
 
 
 @dataclasses.dataclass
@@ -109,15 +112,19 @@ class LayerRow:
         return percent_of_roofline(least, passes[which].seconds if which in passes else None)
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Options(Bench):
+    layer: list[str] | None = changed(Products, "layer")
+    dtype: str | None = changed(Products, "dtype", what="dtype of x and the weights; fp8: bfloat16, multiplied in FP8")
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Makes the parser; it has the options of `jgg bench` that make sense for whole layers."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.layers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    what = "dtype of x and the weights (default: bfloat16 on a GPU, else float32); fp8: bfloat16, multiplied in FP8"
-    plain = "layer", "shapes", *SIZES, "implementation", "seed", "json", "quiet"
-    dtype = {"choices": (*DTYPES, FP8), "help": what}
-    add_shared(parser, *plain, dtype=dtype, w_layout={"default": "enk"}, out={"default": "jgg-layers"})
+    add_options(parser, _Options, *(name for name in _Options.declared() if name not in ("op", "groups")))
+    add_prefix(parser, "jgg-layers")
     what = f"all, none or a comma list of {', '.join(LAYER_PEERS)}, not with fp8 (default: %(default)s)"
     parser.add_argument("--peers", default="none", metavar="LIST", help=what)
     parser.set_defaults(parser=parser)

@@ -6,8 +6,8 @@ import json
 from benchmarks.layer import PASSES
 from jgg.cli.console import number, print_table
 from jgg.cli.info import devices, origin
+from jgg.core.choices import FP8
 from jgg.tuning.timing import RIGHT
-from jgg.tuning.workloads import FP8
 
 _FLAX = "nnx.MoE, float32 parameters"
 _TEXTS = ("layer", "T, H, I, E, k", "pass")

@@ -24,7 +24,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jgg.models
-from _jgg_command.arguments import positive_float
 from benchmarks.layer import FORWARD_BACKWARD, LayerProblem
 from benchmarks.layer_roofline import least_layer_seconds, parts_of
 from benchmarks.model_configs import config_of
@@ -33,9 +32,11 @@ from benchmarks.sent import bytes_of_ragged_exchange
 from benchmarks.strategies import Strategy, choose_strategies
 from benchmarks.training_step import add_model_options, check_experts
 from jgg.cli import run as run_command
+from jgg.cli.arguments import positive_float
 from jgg.cli.console import print_table
-from jgg.cli.options import UsageError
-from jgg.tuning.workloads import OPS, Layer, load_layers
+from jgg.cli.errors import UsageError
+from jgg.core.choices import OPS
+from jgg.tuning.workloads import Layer, load_layers
 
 LINK = 400e9  # bytes/s that a device sends: what NCCL has of NVLink's 450e9, see gpus.csv's rows "data"
 COPY = 2.99e12  # bytes/s of a copy on an H100, read and written

@@ -17,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from _jgg_command.options import add_shared
 from benchmarks.layer import FORWARD, LayerProblem
 from benchmarks.layer_roofline import (
     Part,
@@ -30,7 +29,9 @@ from benchmarks.layer_roofline import (
 )
 from jgg.cli import options
 from jgg.cli import run as run_command
+from jgg.cli.commands import Bench
 from jgg.cli.console import number, print_table, progress
+from jgg.cli.declarations import add_options
 from jgg.experts.moe import moe_mlp
 from jgg.experts.router.routing import route
 from jgg.linear.fp8 import Fp8, quantize_weights
@@ -211,7 +212,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "python -m benchmarks.lora", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add_shared(parser, "layer", "shapes", "implementation", "seed", "quiet")
+    add_options(parser, Bench, "layer", "shapes", "implementation", "seed", "quiet")
     parser.add_argument(
         "--rank",
         type=lambda text: tuple(map(int, text.split(","))),

@@ -19,9 +19,10 @@ import numpy as np
 from flax import nnx
 
 import jgg.models
+from jgg.core.choices import FP8
 from jgg.tuning import ways
 from jgg.tuning.roofline import copy_bandwidth, least_seconds
-from jgg.tuning.workloads import FP8, gemm, operands
+from jgg.tuning.workloads import gemm, operands
 
 _OPTIMIZER = 8  # times that AdamW reads or writes something of a parameter's size
 

@@ -28,7 +28,6 @@ from flax import nnx
 import jgg
 import jgg.models
 import jgg.train
-from _jgg_command.arguments import new_file
 from benchmarks.model_configs import CONFIGS, config_of
 from benchmarks.model_roofline import (
     least_decode_seconds,
@@ -38,6 +37,7 @@ from benchmarks.model_roofline import (
     tensors_of,
 )
 from jgg.cli import run as run_command
+from jgg.cli.arguments import new_file
 from jgg.cli.console import number, print_table
 from jgg.core.quantized import QuantizedArray
 from jgg.models.placement import place

@@ -28,18 +28,18 @@ import optax.contrib
 from flax import nnx
 
 import jgg.optim
-from _jgg_command.arguments import new_file, positive_int
 from benchmarks.model_configs import config_of
 from benchmarks.models import make_step, random_model
 from benchmarks.peers import to_jax, to_torch, why_not
 from jgg.cli import options
 from jgg.cli import run as run_command
+from jgg.cli.arguments import new_file, positive_int
 from jgg.cli.console import number, print_table
 from jgg.cli.demo import HEAD_DIM, Settings
 from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import make_model
 from jgg.cli.demo.train import held_out_bits, make_trainer
-from jgg.cli.options import UsageError
+from jgg.cli.errors import UsageError
 from jgg.optim.coefficients import coefficients_of
 from jgg.tuning.timing import first_line, median_seconds
 

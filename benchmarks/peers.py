@@ -11,11 +11,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgg.core.choices import FP8
 from jgg.core.problem import DTYPES
 from jgg.tuning import timing, ways
 from jgg.tuning.timing import FAILED, RIGHT, WRONG, Measurement, Timing, first_line
 from jgg.tuning.ways import Reference, Way, check_and_time
-from jgg.tuning.workloads import FP8
 
 FLOATS = tuple(jnp.dtype(dtype).name for dtype in DTYPES)
 

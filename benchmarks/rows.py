@@ -24,8 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgg
-from _jgg_command.arguments import new_file
 from jgg.cli import run as run_command
+from jgg.cli.arguments import new_file
 from jgg.cli.console import print_table
 from jgg.core.quantized import QuantizedArray
 

@@ -18,15 +18,16 @@ import jax.numpy as jnp
 import numpy as np
 
 import jgg
-from _jgg_command.arguments import positive_float, positive_int
-from _jgg_command.options import add_shared
 from benchmarks.sent import bytes_of_ragged_exchange, bytes_sent
 from benchmarks.strategies import FAMILIES, Strategy, choose_strategies, powers_of_two
 from jgg.cli import options
 from jgg.cli import run as run_command
+from jgg.cli.arguments import add_prefix, positive_float, positive_int
+from jgg.cli.commands import Bench
 from jgg.cli.console import print_table, progress
+from jgg.cli.declarations import add_options, changed
+from jgg.cli.errors import UsageError
 from jgg.cli.info import devices, origin
-from jgg.cli.options import UsageError
 from jgg.cli.output import Output
 from jgg.core.files import replace_text
 from jgg.experts.mesh import map_tokens
@@ -69,17 +70,29 @@ class StrategyRow:
         return self.tokens / self.seconds / self.strategy.devices / (one_device.tokens / one_device.seconds)
 
 
+@dataclasses.dataclass(kw_only=True)
+class _Options(Bench):
+    layer: list[str] | None = changed(
+        Bench,
+        "layer",
+        what="a layer that jgg knows, by its name",
+        shown="the first; a smaller one without a GPU and without --tokens",
+    )
+    dtype: str | None = changed(
+        Bench,
+        "dtype",
+        what="dtype of the computation; fp8 is bfloat16 with jgg.Fp8",
+        choices=tuple(MAX_ERROR),
+    )
+
+
 def make_parser() -> argparse.ArgumentParser:
     """Makes the parser."""
     parser = argparse.ArgumentParser(
         "python -m benchmarks.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    default = "the first; a smaller one without a GPU and without --tokens"
-    one = {"help": f"a layer that jgg knows, by its name (default: {default})"}
-    add_shared(parser, "shapes", "json", layer=one, out={"default": "jgg-scale"})
-    what = "dtype of the computation; fp8 is bfloat16 with jgg.Fp8 (default: bfloat16 on a GPU, else float32)"
-    dtype = {"choices": tuple(MAX_ERROR), "help": what}
-    add_shared(parser, dtype=dtype)
+    add_options(parser, _Options, "layer", "shapes", "dtype", "json")
+    add_prefix(parser, "jgg-scale")
     parser.add_argument("--tokens", type=positive_int, help="tokens of each device (default: the layer's)")
     parser.add_argument("--devices", type=positive_int, help="the largest number of devices (default: all)")
     what = f"strategies to measure, a comma list of {', '.join(FAMILIES)} (default: all)"

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Iterable
 
-from jgg.experts.exchange import EXCHANGES
+from jgg.core.choices import EXCHANGES
 from jgg.tuning.workloads import Layer
 
 FAMILIES = ("data", "fsdp", *EXCHANGES, "tensor")

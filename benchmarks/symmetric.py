@@ -22,8 +22,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from _jgg_command.arguments import new_file
 from benchmarks.peers import TorchProduct, to_torch, why_not
+from jgg.cli.arguments import new_file
 from jgg.launching.kernel_configs import KernelConfigForward
 from jgg.linear import symmetric
 from jgg.tuning.timing import FAILED, Measurement, Reference, first_line

@@ -16,13 +16,11 @@ from flax import nnx
 import jgg
 import jgg.models
 import jgg.train
-from _jgg_command.arguments import positive_float, positive_int
 from benchmarks.model_configs import CONFIGS
 from benchmarks.models import PARAMS, random_model
-from jgg.cli.options import UsageError
-from jgg.experts.exchange import EXCHANGES
-from jgg.experts.mesh import FSDP_SPLITS
-from jgg.models.parts import REMAT
+from jgg.cli.arguments import positive_float, positive_int
+from jgg.cli.errors import UsageError
+from jgg.core.choices import EXCHANGES, FSDP_SPLITS, REMAT
 from jgg.models.placement import place
 from jgg.sharding import MoESharding
 from jgg.train.steps import step_of

@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from _jgg_command.arguments import new_file, positive_int
+from jgg.cli.arguments import new_file, positive_int
 
 _HEADINGS = ("job", "part", "ms", "tokens/s", "peak GiB", "result", "seconds in all")
 _SEPARATOR = "whole-job-line: "

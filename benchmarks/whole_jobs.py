@@ -22,12 +22,12 @@ from flax import nnx
 import jgg
 import jgg.models
 import jgg.train
-from _jgg_command.parser import make_parser
 from benchmarks.model_configs import CONFIGS, config_of
 from benchmarks.models import make_step, random_model
 from benchmarks.random_folder import write_tokenizer
 from jgg.cli.console import number
 from jgg.cli.demo.data import load_corpus
+from jgg.cli.parsing import parse
 from jgg.cli.training import finetune
 
 STEPS = 2
@@ -107,7 +107,7 @@ def fine_tuning(job: Job) -> Iterator[Line]:
         data.write_text(json.dumps({"text": text}) + "\n")
         options = ["--data", data, "--output", output, "--experts", job.experts, "--split", "--steps", STEPS]
         options += ["--batch-size", 2, "--sequence-length", _sequence(), "--log-every", 1, "--quiet"]
-        args = make_parser("").parse_args(["finetune", str(folder), *map(str, options)])
+        args = parse(["finetune", str(folder), *map(str, options)])
         with contextlib.redirect_stdout(io.StringIO()):
             finetune.run(args, load=lambda args, folder, sharding: _with_adapters(job, args))
         records = [json.loads(line) for line in output.with_name("adapter.jsonl").read_text().splitlines()]

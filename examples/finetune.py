@@ -15,7 +15,7 @@ from flax import nnx
 import jgg.data
 import jgg.models
 import jgg.train
-from jgg.cli.options import UsageError
+from jgg.cli.errors import UsageError
 from jgg.cli.training.results import AdapterOutput
 
 

@@ -37,10 +37,10 @@ import jgg.cli
 import jgg.hf
 import jgg.models
 import jgg.train
-from _jgg_command.arguments import Parser, number, positive_float, positive_int, seed, whole
-from _jgg_command.memory import take_most
+from jgg.cli.arguments import Parser, number, positive_float, positive_int, seed, whole
 from jgg.cli.errors import enough_memory, one_line
 from jgg.cli.files import Target, check_files
+from jgg.cli.memory import take_most
 from jgg.cli.training.results import AdapterOutput
 from jgg.data import check_vocabulary, encode, load_tokenizer, stop_tokens
 
@@ -211,7 +211,8 @@ def train(options: argparse.Namespace) -> None:
     output = AdapterOutput(options.output)
     with one_line():
         check = functools.partial(output.check, "--output", options.output)
-        check_files(options, [Target("--output", options.output, "a folder", options.output, check, is_whole=False)])
+        target = Target("--output", options.output, "a folder", options.output, check, is_whole=False)
+        check_files([("FOLDER", options.folder)], [target])
         config = jgg.models.model_config(jgg.hf.read_config(options.folder))
         sampler = Sampler(options, load_tokenizer(options.folder), config)
         model = load(options)

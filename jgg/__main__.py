@@ -2,6 +2,6 @@
 
 import sys
 
-from _jgg_command import main
+from jgg.cli import main
 
 sys.exit(main())

@@ -32,11 +32,11 @@ from flax import nnx
 
 import jgg
 import jgg.models
-from _jgg_command.arguments import new_file, positive_int
 from benchmarks.model_configs import config_of
 from benchmarks.models import EXPERTS, RUNS, make_step, options_of, random_model
 from benchmarks.training_step import AXES, add_model_options, check_experts, placed, sharding_of, tokens_of, training_of
 from jgg.cli import run as run_command
+from jgg.cli.arguments import new_file, positive_int
 from tools import collectives
 from tools.hlo import report
 

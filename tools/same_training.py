@@ -19,7 +19,8 @@ import optax
 from flax import nnx
 from matplotlib.figure import Figure
 
-from _jgg_command.parser import COMMANDS
+from jgg.cli.commands import Demo
+from jgg.cli.declarations import add_options
 from jgg.cli.demo import Settings
 from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import make_model
@@ -111,7 +112,7 @@ def plot(runs, title) -> Figure:
 def main():
     """Trains, prints the final losses, and writes both files."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    COMMANDS["demo"].add_arguments(parser)
+    add_options(parser, Demo)
     names = [name + quantization for name in ("xla", "triton", "interpret") for quantization in ("", "+fp8")]
     parser.add_argument("--variants", nargs="+", choices=names, default=["xla", "triton"], help="(%(default)s)")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")

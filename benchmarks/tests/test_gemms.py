@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import gemms, peers, plots
 from jgg.cli import bench
-from jgg.tuning import timing, ways, workloads
+from jgg.core.choices import GROUPS
+from jgg.tuning import timing, ways
 
 OWN = ["--m=24", "--k=16", "--n=16", "--experts=4", "--topk=2", "--dtype=float32"]
 
@@ -34,7 +35,7 @@ def measured(result):
     return {name: each["status"] for name, each in row["measurements"].items()}
 
 
-@pytest.mark.parametrize("groups", workloads.GROUPS)
+@pytest.mark.parametrize("groups", GROUPS)
 def test_bounds_and_peers_are_beside_jgg(groups, run_gemms, tmp_path, monkeypatch):
     away = dataclasses.replace(peers.PEERS["tokamax"], unavailable=lambda: "away")
     monkeypatch.setitem(peers.PEERS, "tokamax", away)

@@ -12,7 +12,7 @@ import pytest
 from benchmarks import links, traces, training, training_step
 from benchmarks.model_configs import config_of
 from benchmarks.strategies import Strategy
-from jgg.cli.options import UsageError
+from jgg.cli.errors import UsageError
 from jgg.tuning.workloads import Layer
 from tests.support import processes
 

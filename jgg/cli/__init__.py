@@ -1,20 +1,46 @@
-"""Runs the commands of `jgg`, each by the module of its name; _jgg_command declares them and their options."""
+"""The command `jgg`: parses its arguments, for which it imports no JAX, and runs the command that they name.
 
-import argparse
-import importlib
+A command's options are a dataclass, whose attribute `module` names the module that runs it.
+"""
+
+import contextlib
+import io
 import os
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import jax
+from jgg.cli.errors import INTERRUPTED, UsageError, import_with_extra
+from jgg.cli.memory import take_most
+from jgg.cli.parsing import parse
 
-from jgg.cli.options import INTERRUPTED, UsageError
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs `jgg` with these arguments, by default the process's, and returns the exit code.
+
+    Without a GPU it hides what JAX's CUDA plugin writes about that, while it is loaded: no setting reaches it then.
+    """
+    # parse ends the process after help or a mistake
+    args = parse(sys.argv[1:] if arguments is None else arguments)
+    take_most()
+    with _held_back() as notes:
+        import jax
+
+        from jgg.cli.info import has_nvidia_gpu
+
+        # one of several processes must not ask for devices before it has joined the others
+        if getattr(args, "coordinator", None) is None and not has_nvidia_gpu():
+            with contextlib.suppress(RuntimeError, AssertionError):  # without any backend, the command says so
+                jax.devices()
+                notes.truncate(0)
+    return run(args)
 
 
-def run(args: argparse.Namespace, command: Callable[[argparse.Namespace], int] | None = None) -> int:
-    """Runs a command, by default the function `run` of its module, and returns the exit code."""
+def run(args: Any, command: Callable[[Any], int] | None = None) -> int:
+    """Runs a command, by default the one whose options these are, and returns the exit code."""
     try:
-        code = (command or _runner(args.command))(args)
+        code = (command or import_with_extra(args.module, args.extra).run)(args)
         sys.stdout.flush()  # so that an error of stdout is raised here
         return code
     except UsageError as error:
@@ -42,11 +68,6 @@ def run(args: argparse.Namespace, command: Callable[[argparse.Namespace], int] |
         return 1
 
 
-def _runner(name) -> Callable[[argparse.Namespace], int]:
-    """Imports the module of a command and returns its function `run`."""
-    return importlib.import_module(f"jgg.cli.{name}").run
-
-
 def _stdout_works():
     """Whether stdout takes one more line."""
     try:
@@ -58,7 +79,33 @@ def _stdout_works():
 
 def _has_device():
     """Whether a backend of JAX starts; JAX raises AssertionError if JAX_PLATFORMS names only one that is missing."""
+    import jax
+
     try:
         return bool(jax.devices())
     except (RuntimeError, AssertionError):
         return False
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator:
+    """Redirects stderr, C++'s too, to a temporary file and yields it; at the end its content goes to stderr.
+
+    If no temporary file can be made, as on a full disk, stderr is not redirected.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            notes = stack.enter_context(tempfile.TemporaryFile())
+        except OSError:
+            yield io.BytesIO()
+            return
+        stderr = os.dup(2)
+        os.dup2(notes.fileno(), 2)
+        try:
+            yield notes
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            notes.seek(0)
+            os.write(2, notes.read())

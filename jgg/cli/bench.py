@@ -13,13 +13,14 @@ import numpy as np
 
 from jgg.cli import options
 from jgg.cli.console import number, print_table, progress
+from jgg.cli.errors import INTERRUPTED, UsageError
 from jgg.cli.info import devices, origin
-from jgg.cli.options import INTERRUPTED, UsageError
+from jgg.core.choices import FP8
 from jgg.core.problem import GroupedGemmProblem
 from jgg.tuning import ways, workloads
 from jgg.tuning.roofline import copy_bandwidth, least_seconds, percent_of_roofline
 from jgg.tuning.timing import FAILED, RIGHT, WRONG, Measurement, Reference, first_line
-from jgg.tuning.workloads import FP8, computed_as, group_sizes, operands
+from jgg.tuning.workloads import computed_as, group_sizes, operands
 
 OPS = ("forward", "dx", "dw", "gather")  # "gather" is forward with x in token order
 JGG, DENSE = "jgg", "dense"

@@ -1,13 +1,29 @@
-"""Turns what can go wrong with files, options and memory into one line."""
+"""Turns what can go wrong with files, options, packages and memory into one line; needs no JAX to be imported."""
 
 import contextlib
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import jax
+INTERRUPTED = 130  # the exit code that shells report for a command ended by an interrupt from the keyboard
+TERMINATED = 143  # and for one that SIGTERM ended
 
-from jgg.cli.options import UsageError
+
+class UsageError(ValueError):
+    """Arguments that do not fit together; `main` prints the message under the command's usage."""
+
+
+def import_with_extra(module: str, extra: str | None) -> Any:
+    """Imports a module of jgg that needs an extra; if that is not installed, exits and says how to install it."""
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if extra is None or error.name is None or error.name.partition(".")[0] == "jgg":
+            raise
+        message = f"jgg: {error.name} is not installed: pip install 'jgg[{extra}]'"
+        raise SystemExit(message) from error
 
 
 @contextlib.contextmanager
@@ -30,6 +46,8 @@ def one_line(extra: str = "train") -> Iterator[None]:
 @contextlib.contextmanager
 def enough_memory(options: str) -> Iterator[None]:
     """Ends the process in one line where memory runs out; it names the options that take less."""
+    import jax
+
     try:
         yield
     except (MemoryError, jax.errors.JaxRuntimeError) as error:
@@ -41,6 +59,8 @@ def enough_memory(options: str) -> Iterator[None]:
 
 def _share_of_gpu() -> str:
     """How much of the GPU's memory JAX may use, and by which setting; nothing without a GPU."""
+    import jax
+
     if jax.default_backend() != "gpu":
         return ""
     names = "XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"

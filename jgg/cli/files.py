@@ -3,23 +3,15 @@
 Files count by what they are, not by their names: links are followed, and what is there must be a file of jgg's.
 """
 
-import argparse
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from jgg.cli.options import UsageError
+from jgg.cli.errors import UsageError
 from jgg.core.files import check_regular, is_new_or_empty
 from jgg.hf.files import read_object
-
-# the options that name what a command reads
-_READ = {"model": "MODEL", "folder": "FOLDER", "adapter": "ADAPTER"}
-_READ |= {
-    name: f"--{name.replace('_', '-')}"
-    for name in ("config", "data", "eval_data", "tokenizer", "include_path", "shapes", "prompt_file")
-}
 
 
 class Target(NamedTuple):
@@ -50,16 +42,16 @@ class Target(NamedTuple):
         return UsageError(f"{self.option} must be another, got {self.named}: {self.what} is {self.path}, {reason}")
 
 
-def check_files(args: argparse.Namespace, targets: Iterable[Target]) -> None:
+def check_files(read: Iterable[tuple[str, Path]], targets: Iterable[Target]) -> None:
     """Raises UsageError if a command would lose a file, or could not write one.
 
     Args:
-      args: the options of the command, which name what it reads.
+      read: all that the command reads, each with its option.
       targets: all that it writes.
     """
-    checked: list[Target] = []
+    read, checked = list(read), list[Target]()
     for target in targets:
-        for option, path in _read_by(args):
+        for option, path in read:
             if is_same(target.path, path) and not (target.goes_on and option == "--config"):
                 raise target.error(f"which {option} reads")
         for other in checked:
@@ -75,14 +67,6 @@ def check_files(args: argparse.Namespace, targets: Iterable[Target]) -> None:
         except (OSError, ValueError) as error:
             raise UsageError(f"{target.option}: {' '.join(str(error).split())}") from error
         checked.append(target)
-
-
-def _read_by(args: argparse.Namespace) -> Iterator[tuple[str, Path]]:
-    """What a command reads, each with its option."""
-    for name, option in _READ.items():
-        value = getattr(args, name, None)
-        for each in value if isinstance(value, list) else [] if value is None else [value]:
-            yield option, Path(each)
 
 
 def is_same(path: Path, other: Path) -> bool:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from jgg.cli.options import UsageError
+from jgg.cli.errors import UsageError
 from jgg.hf.hub import folder_of
 
 

@@ -1,24 +1,19 @@
-"""Interprets the options that commands share, and raises UsageError for options that do not fit."""
+"""Interprets the options that commands share."""
 
 import dataclasses
-import importlib
 from collections.abc import Iterable
 
 import jax
 
 from jgg import extend
+from jgg.cli.errors import UsageError
+from jgg.core.choices import FP8
 from jgg.core.gpu_target import device_target
-from jgg.tuning.workloads import FP8, Layer, load_layers
+from jgg.tuning.workloads import Layer, load_layers
 
-INTERRUPTED = 130  # the exit code that shells report for a command ended by an interrupt from the keyboard
-TERMINATED = 143  # and for one that SIGTERM ended
 SCALED_DOWN = "scaled down: no GPU; layers have at most 256 tokens, 1/16 of their features and 16 experts"
 # option for a size of a single product: its name in `workloads.gemm`
 _SIZES = {"m": "num_rows", "k": "in_features", "n": "out_features", "experts": "num_experts"}
-
-
-class UsageError(ValueError):
-    """Arguments that do not fit together; `main` prints the message under the command's usage."""
 
 
 def default_dtype() -> str:
@@ -104,14 +99,3 @@ def sizes(args) -> dict[str, int] | None:
     if topk > args.experts:
         raise UsageError(f"--topk must be at most --experts {args.experts}, got {topk}")
     return {field: getattr(args, name) for name, field in _SIZES.items()} | {"topk": topk}
-
-
-def import_with_extra(module: str, extra: str):
-    """Imports a module of jgg that needs an extra; if that is not installed, exits and says how to install it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "jgg":
-            raise
-        message = f"jgg: {error.name} is not installed: pip install 'jgg[{extra}]'"
-        raise SystemExit(message) from error

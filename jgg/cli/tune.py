@@ -13,12 +13,13 @@ from typing import NamedTuple
 
 from jgg.cli import options
 from jgg.cli.console import progress
-from jgg.cli.options import UsageError
+from jgg.cli.errors import UsageError
+from jgg.core.choices import FP8
 from jgg.core.gpu_target import device_target
 from jgg.core.problem import W_LAYOUTS, GroupedGemmProblem
 from jgg.tuning import Entry
 from jgg.tuning.search import ops_of, output_file, tune_op
-from jgg.tuning.workloads import FP8, computed_as, gemm
+from jgg.tuning.workloads import computed_as, gemm
 
 # option: (attribute of GroupedGemmProblem, word for it in progress messages)
 _FLAGS = {

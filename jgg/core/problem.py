@@ -21,11 +21,11 @@ from jgg.core.arguments import (
     check_one_of,
     check_rank,
 )
+from jgg.core.choices import DTYPE_NAMES, W_LAYOUTS
 from jgg.core.gpu_target import Target
 from jgg.core.quantized import BLOCK, QUANTIZED_DTYPE, QuantizedArray, check_blocks
 
-DTYPES = (jnp.float32, jnp.float16, jnp.bfloat16)
-W_LAYOUTS = ("enk", "ekn")
+DTYPES = tuple(getattr(jnp, name) for name in DTYPE_NAMES)
 # Row numbers are int32 and a TMA coordinate's limit is 2**30.
 MAX_ROWS = 2**30 - 1
 FEW_ROWS = 32  # of a group, on average

@@ -8,12 +8,13 @@ which are rows of a device's last experts, are counted and add nothing.
 
 import dataclasses
 import functools
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
+from jgg.core.choices import EXCHANGES
 from jgg.core.quantized import as_bits, from_bits
 from jgg.core.schedule import group_bounds, group_of_rows, guarded, inverse_permutation
 from jgg.experts.moves import Moves, Placement, Plan, Way, move, plan_moves
@@ -225,7 +226,7 @@ def _once_for_each_choice(
     return Arrival(exchange, exchange.there(x), routing, plan.overflow)
 
 
-EXCHANGES = {"all_gather": by_all_gather, "ragged_all_to_all": by_ragged_all_to_all}
+BY_NAME: dict[str, Any] = dict(zip(EXCHANGES, (by_all_gather, by_ragged_all_to_all), strict=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

@@ -12,6 +12,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.activations import find_activation
 from jgg.core.arguments import as_array, as_flag, as_int, as_mask, check_floats
+from jgg.core.choices import OF_EXPERTS, OF_MOE
 from jgg.core.gpu_target import current_target
 from jgg.core.manual_axes import alike
 from jgg.core.matrix import Matrix
@@ -38,7 +39,7 @@ from jgg.launching.choice import How
 from jgg.linear.activated import activated
 from jgg.linear.dense import dense
 from jgg.linear.fp8 import Fp8
-from jgg.linear.lora import OF_DENSE, TARGETS, Lora
+from jgg.linear.lora import Lora
 from jgg.linear.low_rank import LowRank, beside
 from jgg.linear.weights import as_matrix
 from jgg.products.add_gated import ADD_GATED, AddGated
@@ -88,7 +89,7 @@ class MoELayer(LayerOptions, InFeatures):
         plain |= self.router._asdict()
         if self.normalize is None:  # which stays, for `dataclasses.replace` with another topk
             del plain["normalize"]
-        lora = self.lora.checked((*TARGETS, *OF_DENSE))
+        lora = self.lora.checked((*OF_EXPERTS, *OF_MOE))
         if not plain["shared_features"] and any("shared" in target for target in lora.targets):
             raise ValueError(f"shared_features must be 1 or more for lora_targets {lora.targets}, got 0.")
         plain |= lora.of_a_layer
@@ -163,7 +164,7 @@ class MoELayer(LayerOptions, InFeatures):
         Args:
           params: arrays by the names in `adapter_shapes`.
         """
-        return self.lora.of(dict(zip(TARGETS, TARGETS, strict=True))).terms(params)
+        return self.lora.of(dict(zip(OF_EXPERTS, OF_EXPERTS, strict=True))).terms(params)
 
     def merge_adapters(self, params: Mapping[str, Any]) -> dict[str, Any]:
         """Returns params with each LoRA adapter merged into its matrix and its b zero: the same layer, up to rounding.

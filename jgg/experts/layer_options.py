@@ -13,11 +13,11 @@ from jax.typing import DTypeLike
 
 from jgg.core.activations import ActivationLike
 from jgg.core.arguments import as_dtype, as_precision, check_instance
+from jgg.core.choices import OF_EXPERTS
 from jgg.core.problem import DTYPES
 from jgg.experts.mesh import MoESharding, check_interleaved
 from jgg.launching.choice import check_implementation
 from jgg.linear.fp8 import Fp8, check_quantization
-from jgg.linear.lora import TARGETS
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -82,7 +82,7 @@ class LayerOptions:
     use_shared_gate: bool = False
     lora_rank: int | tuple[int, ...] | None = None
     lora_alpha: float | tuple[float, ...] | None = None
-    lora_targets: tuple[str, ...] = TARGETS
+    lora_targets: tuple[str, ...] = OF_EXPERTS
 
 
 def check_layer(

@@ -13,14 +13,13 @@ from jax.typing import DTypeLike
 
 from jgg.core.activations import ActivationLike, find_activation
 from jgg.core.arguments import as_flag, check_instance, check_one_of
+from jgg.core.choices import EXCHANGES, FSDP_SPLITS
 from jgg.core.matrix import Factors, Matrix
 from jgg.core.problem import W_LAYOUTS
 from jgg.core.quantized import QuantizedArray, block_of
-from jgg.experts.exchange import EXCHANGES
 from jgg.linear.lora import adapter_names
 
 P = jax.P
-FSDP_SPLITS = "experts", "features"
 _WHOLE = P()  # every device has all of it
 
 

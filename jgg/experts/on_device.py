@@ -14,7 +14,7 @@ from jgg.core.manual_axes import vary_over
 from jgg.core.matrix import Matrix
 from jgg.core.quantized import as_bits, from_bits
 from jgg.experts.arguments import ExpertWeights, MlpOptions
-from jgg.experts.exchange import EXCHANGES
+from jgg.experts.exchange import BY_NAME
 from jgg.experts.mesh import MoESharding, axis_split_over, specs_of_parts
 from jgg.experts.moe import compute_mlp
 from jgg.experts.moves import Placement
@@ -66,7 +66,7 @@ def compute_mlp_on_device(
             overflow = jnp.int32(0)
         else:
             placement = Placement(sharding.expert, num_experts, sharding.capacity(num_rows))
-            arrival = EXCHANGES[sharding.exchange](x, topk_weights, topk_indices, placement, how)
+            arrival = BY_NAME[sharding.exchange](x, topk_weights, topk_indices, placement, how)
             routing, overflow = arrival.routing, arrival.overflow
         routing = checkpoint_name(routing, "jgg_routing")
         weights = weights.in_recipe(options.quantization, x.dtype)

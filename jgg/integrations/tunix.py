@@ -14,11 +14,12 @@ from flax import nnx
 from jax.interpreters import pxla
 
 from jgg.core.arguments import check
+from jgg.core.choices import OF_EXPERTS
 from jgg.experts.moe import moe_mlp
 from jgg.experts.router.routing import route
 from jgg.experts.sharding import MoESharding, interleave, sharded_moe_mlp
 from jgg.integrations.plugs import Framework, log_experts
-from jgg.linear.lora import TARGETS, Lora, adapter_init, adapter_names
+from jgg.linear.lora import Lora, adapter_init, adapter_names
 from jgg.linear.low_rank import LowRank
 
 _TUNIX = Framework("tunix", "google-tunix", tested=("0.1.7",))
@@ -104,7 +105,7 @@ def _experts(self: Any, x: jax.Array, sharding: MoESharding | None) -> jax.Array
 
 
 def add_lora(
-    model: nnx.Module, rank: int, alpha: float | None = None, *, targets: Sequence[str] = TARGETS, rngs: nnx.Rngs
+    model: nnx.Module, rank: int, alpha: float | None = None, *, targets: Sequence[str] = OF_EXPERTS, rngs: nnx.Rngs
 ) -> None:
     """Adds LoRA adapters to the experts of a tunix model that `install` computes by jgg.
 

@@ -13,20 +13,19 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jgg.core.choices import IMPLEMENTATIONS
 from jgg.core.files import warn_once
 from jgg.core.gpu_target import MIN_COMPUTE_CAPABILITY, Target, current_target, device_target, known_target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.launching import interpret, triton
 from jgg.launching.launch import Launch
 
-NAMES = ("triton", "xla", "interpret")
-
 
 class How(NamedTuple):
     """How an operation is to be computed.
 
     Attributes:
-      implementation: one of NAMES or None.
+      implementation: one of IMPLEMENTATIONS or None.
       target: the GPU that "triton" is for.
     """
 
@@ -78,9 +77,9 @@ def how_of(problem: GroupedGemmProblem, implementation: str | None) -> How:
 
 
 def check_implementation(implementation: str | None) -> None:
-    """Raises ValueError if the name is not one of NAMES or the GPU is too old, ImportError if a package is missing."""
-    if implementation is not None and implementation not in NAMES:
-        raise ValueError(f"implementation must be one of {NAMES} or None, got {implementation!r}.")
+    """Raises ValueError if the name is unknown or the GPU is too old, ImportError if a package is missing."""
+    if implementation is not None and implementation not in IMPLEMENTATIONS:
+        raise ValueError(f"implementation must be one of {IMPLEMENTATIONS} or None, got {implementation!r}.")
     if implementation in ("triton", "interpret") and not has_triton():
         raise ImportError(
             f"implementation={implementation!r} needs Triton and jax-triton: pip install 'jgg[triton]' (Linux only)."

@@ -10,11 +10,9 @@ import numpy as np
 from jax.nn.initializers import Initializer
 
 from jgg.core.arguments import as_finite, as_int, check, check_instance
+from jgg.core.choices import OF_EXPERTS
 from jgg.core.matrix import Matrix
 from jgg.linear.low_rank import LowRank, factors_of
-
-TARGETS = "w_gate_up", "w_down"
-OF_DENSE = "w_shared_gate_up", "w_shared_down", "w_router"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +38,7 @@ class Lora:
         """The fields of a layer that these options give."""
         return {f"lora_{name}": value for name, value in vars(self).items()}
 
-    def checked(self, known: tuple[str, ...] = TARGETS) -> Self:
+    def checked(self, known: tuple[str, ...] = OF_EXPERTS) -> Self:
         """The options, of targets among the `known` ones; raises if one of them is wrong."""
         rank, alpha, targets = self.rank, self.alpha, self.targets
         expected = f"a tuple of one or both of {known}" if len(known) == 2 else f"a tuple of some of {known}"

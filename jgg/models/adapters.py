@@ -16,13 +16,14 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from jgg.core.arguments import as_flag, as_path, check, check_instance
+from jgg.core.choices import OF_MIXERS
 from jgg.hf import adapters as of_hf
 from jgg.hf.adapter_experts import padded, pair_of, rescaled
 from jgg.hf.adapter_settings import as_number, new_settings
 from jgg.linear.lora import Lora, adapter_names
 from jgg.linear.low_rank import LowRank
 from jgg.models.decoder import Decoder
-from jgg.models.parts import OF_MIXERS, Options
+from jgg.models.parts import Options
 from jgg.models.placement import on_host, place, put
 from jgg.models.read_adapters import Found, lora_of, read_terms
 from jgg.models.tensors import Matrix, matrices

@@ -10,6 +10,7 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_flag, as_mask, check, check_instance
+from jgg.core.choices import TARGETS
 from jgg.experts.sharding import MoESharding
 from jgg.extend import barrier
 from jgg.linear.fp8 import Fp8
@@ -22,7 +23,7 @@ from jgg.models.layer import MIXERS, Layer
 from jgg.models.loss import Scores, loss_of, losses_of, scores_of
 from jgg.models.mapped import map_sequences
 from jgg.models.norms import norm
-from jgg.models.parts import TARGETS, Options, set_params
+from jgg.models.parts import Options, set_params
 from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.stacks import merge_stack, new_stack, put_forms, rotations_of, run_layers
 from jgg.models.tokens import as_choices, as_segments, as_tokens, as_weights, check_shape, runs_of

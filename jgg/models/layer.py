@@ -8,6 +8,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 import jgg.nnx
+from jgg.core.choices import OF_EXPERTS, OF_MOE
 from jgg.core.gpu_target import current_target
 from jgg.core.mixers import MixerConfig
 from jgg.core.problem import has_few_rows
@@ -20,7 +21,7 @@ from jgg.models.delta_rule import RESULT, STATES
 from jgg.models.latent import Latent
 from jgg.models.mapped import map_module
 from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_beside, residual, sum_and_norm
-from jgg.models.parts import OF_EXPERTS, OF_MOE, Mlp, Options, merge_adapters, set_params
+from jgg.models.parts import Mlp, Options, merge_adapters, set_params
 
 EXPERTS = "experts"  # a name of the experts' result, where the backward pass needs it, for the same policy
 

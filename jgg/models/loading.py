@@ -16,6 +16,7 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_flag, check, check_instance
+from jgg.core.choices import EXPERTS, OF_EXPERTS, TARGETS
 from jgg.core.quantized import QuantizedArray
 from jgg.core.terminal import rich_console
 from jgg.experts.sharding import MoESharding
@@ -29,13 +30,12 @@ from jgg.linear.lora import adapter_init
 from jgg.models.config import ModelConfig, model_config
 from jgg.models.decoder import Decoder
 from jgg.models.left_out import LeftOut
-from jgg.models.parts import OF_EXPERTS, TARGETS
 from jgg.models.placement import place, put, spec_of, split_init
 from jgg.models.tensors import Stack, ends, expected_shapes, module_of, stacks
 from jgg.nnx import Frozen
 
 # what `experts` of `load` is by the names that commands have
-EXPERTS_BY_NAME: dict[str, str | Fp8] = {"bfloat16": "dense", "as-stored": "as stored", "fp8": Fp8()}
+EXPERTS_BY_NAME: dict[str, str | Fp8] = dict(zip(EXPERTS, ("dense", "as stored", Fp8()), strict=True))
 
 
 def load(

@@ -10,28 +10,17 @@ from jax.typing import DTypeLike
 
 from jgg.core.activations import find_activation
 from jgg.core.arguments import as_dtype, as_flag, as_int, check_one_of
+from jgg.core.choices import ALL_TARGETS, OF_DENSE, REMAT
 from jgg.core.matrix import Matrix
 from jgg.core.problem import DTYPES
 from jgg.experts.sharding import MoESharding
 from jgg.linear.activated import activated
 from jgg.linear.dense import dense
 from jgg.linear.fp8 import Fp8
-from jgg.linear.lora import OF_DENSE as OF_MOE
-from jgg.linear.lora import TARGETS as OF_EXPERTS
 from jgg.linear.lora import Lora, adapter_init
 from jgg.linear.several import dense_several
 from jgg.models.config import ModelConfig
 from jgg.models.placement import checked_sharding, split_init
-
-OF_ATTENTION = "w_q", "w_k", "w_v", "w_o"
-OF_LATENT = "w_q_a", "w_q_b", "w_kv_a", "w_kv_b"
-OF_DELTA = "w_qkvz", "w_qkv", "w_z", "w_out"
-OF_GATES = "w_ba", "w_b", "w_a"  # of the same layers, with a column or two for each head
-OF_MIXERS = *OF_ATTENTION, *OF_LATENT, *OF_DELTA, *OF_GATES
-OF_DENSE = "w_dense_gate_up", "w_dense_down"
-TARGETS = *OF_ATTENTION, *OF_LATENT, *OF_DELTA, *OF_EXPERTS, *OF_DENSE
-ALL_TARGETS = *TARGETS, *OF_GATES, *OF_MOE  # the last are of MoE layers, and not of their experts
-REMAT = "none", "attention", "names", "all"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,13 +5,13 @@ from pathlib import Path
 import numpy as np
 
 from jgg.core.arguments import check
+from jgg.core.choices import OF_MIXERS
 from jgg.hf import adapters as of_hf
 from jgg.hf.adapter_experts import pair_of, side_by_side
 from jgg.hf.files import check_shape
 from jgg.linear.lora import Lora
 from jgg.linear.low_rank import LowRank
 from jgg.models.decoder import Decoder
-from jgg.models.parts import OF_MIXERS
 from jgg.models.tensors import Matrix, matrices
 
 # the terms by the numbers of the layers that have one, for each of a model's matrices

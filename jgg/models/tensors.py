@@ -5,12 +5,12 @@ from typing import Any, NamedTuple
 
 from flax import nnx
 
+from jgg.core.choices import OF_DENSE, OF_EXPERTS, OF_MIXERS, OF_MOE
 from jgg.hf.checkpoints import param_shapes
 from jgg.hf.family import Family
 from jgg.hf.tensors import Tensor, as_is
 from jgg.models.decoder import Decoder
 from jgg.models.layer import Layer
-from jgg.models.parts import OF_DENSE, OF_EXPERTS, OF_MIXERS, OF_MOE
 from jgg.models.plan import StackPlan
 
 # the matrices beside the mixer's that may have adapters, by their names in lora_targets

@@ -9,10 +9,9 @@ from types import TracebackType
 from typing import Any, Self
 
 from jgg.core.arguments import as_path, check_instance
+from jgg.core.choices import TRACKERS
 from jgg.core.files import replace_text
 
-_PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
-TRACKERS = tuple(_PACKAGES)
 _START, _LONGEST = b'{"step": ', 2**16  # of a line, in bytes
 
 
@@ -53,7 +52,7 @@ class Log:
             if name not in TRACKERS:
                 raise ValueError(f"trackers must be of {', '.join(TRACKERS)}, got {name!r}.")
         check_log(self.path)
-        self._modules = {name: _imported(_PACKAGES[name], name) for name in trackers}
+        self._modules = {name: _imported(TRACKERS[name], name) for name in trackers}
         self._trackers: list[tuple[Callable[[int, dict[str, float]], Any], Callable[[], Any]]] | None = None
 
     def __enter__(self) -> Self:

@@ -14,6 +14,7 @@ from typing import Any
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_dtype, as_flag, as_int, check_one_of
+from jgg.core.choices import OPS
 from jgg.core.files import warn_once
 from jgg.core.gpu_target import Target, current_target, device_target
 from jgg.core.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
@@ -24,7 +25,7 @@ from jgg.launching.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfi
 from jgg.launching.requirements import shared_memory
 from jgg.launching.tuned_files import Entry, merge, parse, user_file
 from jgg.tuning.timing import Reference, measure, product
-from jgg.tuning.workloads import OPS, gemm, operands
+from jgg.tuning.workloads import gemm, operands
 
 _logger = logging.getLogger("jgg")
 

@@ -10,13 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 
 from jgg.core.arguments import as_precision
+from jgg.core.choices import FP8
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import E4M3
 from jgg.linear.fp8 import quantize_tokens, quantize_weights
 
-OPS = ("forward", "dx", "dw")
-FP8 = "fp8"  # the name of a dtype: x and w are quantized to it
-GROUPS = ("uneven", "even", "one", "some-empty")
 _DIRICHLET = 1 / 0.09
 _LAYERS = Path(__file__).parent / "layers.json"
 

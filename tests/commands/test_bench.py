@@ -10,10 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from _jgg_command import main
-from _jgg_command.parser import make_parser
-from jgg.cli import bench, options
+from jgg.cli import bench, main, options
 from jgg.cli.console import number
+from jgg.cli.parsing import parse
 from jgg.tuning import timing, ways, workloads
 
 pytestmark = pytest.mark.xdist_group("bench")  # one worker compiles what they share
@@ -34,7 +33,7 @@ def run_bench(capsys, *arguments):
 
 
 def arguments_of(*arguments):
-    return make_parser("").parse_args(["bench", "--quiet", *arguments])
+    return parse(["bench", "--quiet", *arguments])
 
 
 def test_every_product_is_right_and_its_numbers_agree(capsys):

@@ -17,8 +17,7 @@ import tokenizers
 from flax import nnx
 
 import jgg.models
-from _jgg_command import main
-from jgg.cli import info, options
+from jgg.cli import info, main, options
 from jgg.cli.demo import train
 from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import make_model, measure

@@ -7,11 +7,11 @@ import tomllib
 
 import pytest
 
-from _jgg_command.parser import parse
-from jgg.cli.options import UsageError
+from jgg.cli.commands import COMMANDS
+from jgg.cli.errors import UsageError
+from jgg.cli.parsing import parse
 from jgg.cli.training import folders
 from jgg.train import runs
-from tests.commands.test_help import subparsers
 
 NEEDED = "--data", "d.jsonl", "--output", "out"
 
@@ -25,7 +25,7 @@ def folder(tmp_path, monkeypatch):
 def options(text, *arguments, command="finetune"):
     with open("run.toml", "w") as file:
         file.write(text)
-    return parse("", [command, *arguments, "--config", "run.toml"])
+    return parse([command, *arguments, "--config", "run.toml"])
 
 
 def test_the_command_line_comes_before_the_file_and_the_file_before_defaults():
@@ -37,37 +37,38 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_defaults():
     assert (args.model, args.steps, args.packing, args.targets) == ("other", 7, True, ["w_o"])
 
 
-def arguments_of(option):
+def arguments_of(name, option, default):
     """A command line with a value of an option that is not its default."""
-    (name,) = option.option_strings[:1] or [None]
-    if isinstance(option, argparse.BooleanOptionalAction):
-        return [f"--no-{name.removeprefix('--')}" if option.default else name]
-    if isinstance(option, argparse._StoreTrueAction):
-        return [name]
-    for value in (*reversed(option.choices or ()), "3", "0.25", "x"):
+    flag = option.flag(name)
+    if option.action is argparse.BooleanOptionalAction:
+        return [f"--no-{flag.removeprefix('--')}" if default else flag]
+    if option.action == "store_true":
+        return [flag]
+    for value in (*reversed(option.settings.get("choices", ())), "3", "0.25", "x"):
         try:
-            is_other = option.type is None or option.type(value) != option.default
+            is_other = option.settings.get("type", str)(value) != default
         except argparse.ArgumentTypeError:
             continue
-        if is_other and value != option.default:
-            return [value] if name is None else [name, value, value][: 3 if option.nargs == "+" else 2]
+        if is_other:
+            return [value] if option.is_place else [flag, value, value][: 3 if option.settings.get("nargs") else 2]
     raise AssertionError(name)
 
 
 @pytest.mark.parametrize("command", ["finetune", "train", "generate", "evaluate"])
 def test_each_option_of_a_command_may_stand_in_a_file(command, folder):
-    left_out = {"help", "config", "prompt_file"}  # the last is not given with --prompt
-    known = [each for each in subparsers()[command]._actions if each.dest not in left_out]
-    wanted = vars(parse("", [command, *itertools.chain.from_iterable(map(arguments_of, known))]))
-    runs.note_run(folder / "own.toml", {each.dest: wanted[each.dest] for each in known}, {})
-    assert {each.dest for each in known} == set(tomllib.loads((folder / "own.toml").read_text())) - {"noted"}
-    found = vars(parse("", [command, "--config", "own.toml"]))
-    assert {each.dest: found[each.dest] for each in known} == {each.dest: wanted[each.dest] for each in known}
+    left_out = {"config", "prompt_file"}  # the last is not given with --prompt
+    known = {name: each for name, each in COMMANDS[command].declared().items() if name not in left_out}
+    wanted = vars(parse([command, *itertools.chain(*(arguments_of(name, *each) for name, each in known.items()))]))
+    assert all(wanted[name] != default for name, (_, default) in known.items())
+    runs.note_run(folder / "own.toml", {name: wanted[name] for name in known}, {})
+    assert known.keys() == tomllib.loads((folder / "own.toml").read_text()).keys() - {"noted"}
+    found = vars(parse([command, "--config", "own.toml"]))
+    assert {name: found[name] for name in known} == {name: wanted[name] for name in known}
 
 
 def test_an_option_that_is_not_known_is_told_by_the_command(capsys):
     with pytest.raises(SystemExit) as raised:
-        parse("", ["finetune", "m", *NEEDED, "--learning-rat", "1"])
+        parse(["finetune", "m", *NEEDED, "--learning-rat", "1"])
     told = "jgg finetune: error: unrecognized arguments: --learning-rat 1: jgg finetune --help lists the options\n"
     assert (raised.value.code, capsys.readouterr().err) == (2, told)
 
@@ -90,11 +91,11 @@ def test_an_option_in_the_place_of_another_takes_it_from_the_file_too():
 def test_what_a_run_writes_is_a_file_of_its_options(folder):
     (folder / "m").mkdir()
     arguments = ["train", "m", "--data", "a b.jsonl", 'c"\n\\é😀\x7f', "--output", "o", "--mix", "1", "0.5"]
-    args = parse("", [*arguments, "--weight-decay", "1e-9", "--no-packing", "--log-to", "tensorboard"])
-    settings = folders.settings_of(args)
+    args = parse([*arguments, "--weight-decay", "1e-9", "--no-packing", "--log-to", "tensorboard"])
+    settings = args.noted()
     runs.note_run(folder / "out.toml", settings, {"steps": 3, "nothing": None})
-    again = parse("", ["train", "--config", "out.toml"])
-    assert folders.settings_of(again) == settings
+    again = parse(["train", "--config", "out.toml"])
+    assert again.noted() == settings
     assert settings["data"] == [folder / "a b.jsonl", folder / 'c"\n\\é😀\x7f']
     assert tomllib.loads((folder / "out.toml").read_text())["noted"] == {"steps": 3}
 
@@ -102,7 +103,7 @@ def test_what_a_run_writes_is_a_file_of_its_options(folder):
 def test_a_run_that_goes_on_keeps_the_day_on_which_it_began(folder):
     """Chat templates such as gpt-oss's write the date: else its data would be others on the next day."""
     (folder / "m").mkdir()
-    args = parse("", ["train", "m", "--data", "d", "--output", "o", "--checkpoints", "c"])
+    args = parse(["train", "m", "--data", "d", "--output", "o", "--checkpoints", "c"])
     today, earlier = datetime.date.today(), datetime.date(2024, 2, 29)
     assert folders.first_day(args) == today
     folders.note(args, 9, "abc", earlier)
@@ -112,7 +113,7 @@ def test_a_run_that_goes_on_keeps_the_day_on_which_it_began(folder):
     folders.note(args, 9, "abc", earlier)
     with pytest.raises(UsageError, match=r"date is .*, was 2024-02-29"):
         folders.note(args, 9, "abc", today)
-    assert folders.first_day(parse("", ["train", "m", "--data", "d", "--output", "o"])) == today
+    assert folders.first_day(parse(["train", "m", "--data", "d", "--output", "o"])) == today
 
 
 WRONG = {
@@ -151,14 +152,14 @@ def test_a_wrong_file_is_named(text, capsys):
 )
 def test_what_is_missing_is_named(arguments, missing, capsys):
     with pytest.raises(SystemExit):
-        parse("", arguments)
+        parse(arguments)
     message = f"jgg {arguments[0]}: error: the following arguments are required: {missing}\n"
     assert capsys.readouterr().err == message
 
 
 def test_a_file_that_is_missing_is_named(capsys):
     with pytest.raises(SystemExit):
-        parse("", ["train", "m", *NEEDED, "--config", "missing.toml"])
+        parse(["train", "m", *NEEDED, "--config", "missing.toml"])
     assert "--config missing.toml: must be a file that can be read: No such file" in capsys.readouterr().err
 
 

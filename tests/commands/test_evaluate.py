@@ -12,7 +12,7 @@ import pytest
 from flax import nnx
 
 import jgg.models
-from _jgg_command import main
+from jgg.cli import main
 from tests.support import processes
 from tests.support.frameworks import framework, write_task
 from tests.support.models import folder_with_tokenizer, loaded, logits_of

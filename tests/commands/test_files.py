@@ -9,7 +9,7 @@ import pytest
 
 import jgg.models
 import jgg.train
-from _jgg_command import main
+from jgg.cli import main
 from jgg.cli.files import is_inside, is_same
 from jgg.cli.training import loop
 from tests.support.models import folder_with_tokenizer

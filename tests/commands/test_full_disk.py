@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 
 import jgg.train
-from _jgg_command import main
+from jgg.cli import main
 from jgg.cli.demo import train
 from jgg.cli.training import finetune, loop, results
 from jgg.train import checkpoints

@@ -11,10 +11,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import GenerationConfig
 
 import jgg.models
-from _jgg_command import main
+from jgg.cli import main
 from jgg.cli.generation import run, speaker
 from jgg.cli.generation.settings import MAX_NEW_TOKENS, settings_of
-from jgg.models.loading import EXPERTS_BY_NAME
 from tests.support.models import folder_with_tokenizer
 from tests.support.processes import ROOT
 
@@ -69,9 +68,9 @@ def words(tokens):
 
 
 def settings(folder, *arguments):
-    from _jgg_command.parser import parse
+    from jgg.cli.parsing import parse
 
-    return settings_of(parse("", ["generate", str(folder), *arguments]), folder)
+    return settings_of(parse(["generate", str(folder), *arguments]), folder)
 
 
 # what generation_config.json says
@@ -327,9 +326,3 @@ def test_what_is_wrong_with_files_is_told_in_a_line(folder, capsys, monkeypatch,
     assert mistake(capsys, damaged, "--prompt", "t5").startswith(
         "--prompt must have tokens below the model's vocab_size"
     )
-
-
-def test_experts_are_those_that_the_parser_offers():
-    from _jgg_command.options import EXPERTS
-
-    assert tuple(EXPERTS_BY_NAME) == EXPERTS

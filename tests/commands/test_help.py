@@ -1,39 +1,32 @@
 """Help, versions and mistakes: shown before JAX is imported, of options that offer what jgg has."""
 
-import argparse
 import importlib
 import inspect
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-import jax.numpy as jnp
 import pytest
 
 import jgg
-from _jgg_command import arguments as types
-from _jgg_command import parser
-from jgg.cli import bench, demo
-from jgg.core.problem import DTYPES, W_LAYOUTS
+from jgg.cli import arguments as types
+from jgg.cli import bench, demo, parsing
+from jgg.cli.commands import COMMANDS
+from jgg.core.choices import OPS
 from jgg.core.quantized import E4M3
-from jgg.experts.exchange import EXCHANGES
-from jgg.experts.mesh import FSDP_SPLITS
-from jgg.launching import choice
-from jgg.models.parts import ALL_TARGETS, REMAT, TARGETS
-from jgg.train.logs import TRACKERS
-from jgg.tuning import search as tuning
-from jgg.tuning import workloads
+from jgg.tuning import search, workloads
 from tests.support.processes import ROOT
 
 # runs the command as installed, and says in the end whether it imported JAX
 PROGRAM = """
 import sys
-import _jgg_command
+import jgg.cli
 try:
-    _jgg_command.main()
+    jgg.cli.main()
 finally:
-    print("imported:", *sorted({"jax", "jgg", "numpy"} & set(sys.modules)))
+    print("imported:", *sorted({"jax", "jaxlib", "numpy", "rich"} & set(sys.modules)))
 """
 
 
@@ -42,24 +35,15 @@ def run(*arguments):
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
 
 
-def subparsers():
-    (commands,) = (
-        action for action in parser.make_parser("")._actions if isinstance(action, argparse._SubParsersAction)
-    )
-    return commands.choices
-
-
 def option(command, name):
-    return subparsers()[command]._option_string_actions[name]
+    return COMMANDS[command].declared()[name][0]
 
 
-@pytest.mark.parametrize(
-    "arguments", [[], ["--help"], ["-h"], *([name, "--help"] for name in parser.COMMANDS)], ids=" ".join
-)
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
 def test_help_needs_no_jax(arguments):
     done = run(*arguments)
     assert done.returncode == 0, done.stderr
-    description = parser.COMMANDS[arguments[0]].description if len(arguments) > 1 else "Show versions, devices"
+    description = COMMANDS[arguments[0]].__doc__ if len(arguments) > 1 else "Show versions, devices"
     *text, last = done.stdout.splitlines()
     assert description in " ".join(" ".join(text).split())
     assert last == "imported:"
@@ -79,45 +63,42 @@ def test_mistakes_are_told_without_jax(arguments):
     assert re.fullmatch(r"jgg( bench)?: error: argument .*\n", done.stderr)
 
 
-def test_each_command_has_a_module():
-    for name in parser.COMMANDS:
-        assert inspect.isfunction(importlib.import_module(f"jgg.cli.{name}").run)
+def test_each_command_has_a_module_and_a_page():
+    for name, options in COMMANDS.items():
+        assert inspect.isfunction(importlib.import_module(options.module).run)
+        assert options.example.startswith(f"jgg {name}")
+        page, _, heading = options.page.partition("/")
+        text = (ROOT / "docs" / f"{page}.md").read_text()
+        assert heading in ("", *(f"#{each.lower().replace(' ', '-')}" for each in re.findall("^#+ (.*)$", text, re.M)))
+
+
+def test_an_example_is_a_command_line():
+    for options in COMMANDS.values():
+        assert type(parsing.parse(shlex.split(options.example)[1:])) is options
 
 
 def test_options_offer_what_jgg_has():
-    dtypes = tuple(jnp.dtype(dtype).name for dtype in DTYPES)
     gemm_in_fp8 = workloads.gemm(num_rows=1, in_features=1, out_features=1, num_experts=1, dtype=E4M3)
-    assert option("tune", "--dtype").choices == option("bench", "--dtype").choices == (*dtypes, workloads.FP8)
-    assert option("bench", "--w-layout").choices == W_LAYOUTS
-    assert option("bench", "--implementation").choices == choice.NAMES
-    assert option("bench", "--groups").choices == workloads.GROUPS
-    assert option("bench", "--op").default == ",".join(workloads.OPS)
-    assert all(op in option("bench", "--op").help for op in bench.OPS)
-    own, in_fp8 = map(",".join, (workloads.OPS, tuning.ops_of(gemm_in_fp8)))
-    assert f"(default: {own}; in fp8 only {in_fp8}, " in option("tune", "--op").help
-    assert f"a multiple of {demo.HEAD_DIM} " in option("demo", "--hidden").help
-    targets = option("finetune", "--targets")
-    assert targets.choices == ALL_TARGETS and tuple(targets.default) == TARGETS
-    assert option("finetune", "--remat").choices == option("train", "--remat").choices == REMAT
-    assert option("finetune", "--log-to").choices == TRACKERS
-    assert option("train", "--fsdp-splits").choices == option("evaluate", "--fsdp-splits").choices == FSDP_SPLITS
-    assert option("train", "--exchange").choices == option("evaluate", "--exchange").choices == tuple(EXCHANGES)
+    assert all(op in option("bench", "op").what for op in bench.OPS)
+    own, in_fp8 = map(",".join, (OPS, search.ops_of(gemm_in_fp8)))
+    assert option("tune", "op").shown.startswith(f"{own}; in fp8 only {in_fp8}, ")
+    assert option("demo", "hidden").what.endswith(f"a multiple of {demo.HEAD_DIM}")
 
 
 def options_of(kind):
     """(command, option) of each option of a type."""
     return [
-        (command, action.option_strings[0])
-        for command, own in subparsers().items()
-        for action in own._actions
-        if action.type is kind
+        (command, each.flag(name))
+        for command, options in COMMANDS.items()
+        for name, (each, _) in options.declared().items()
+        if each.settings.get("type") is kind
     ]
 
 
 def refused(capsys, *arguments):
     """The last line that the parser prints as it refuses them."""
     with pytest.raises(SystemExit) as error:
-        parser.make_parser("").parse_args(arguments)
+        parsing.parse(arguments)
     assert error.value.code == 2
     return capsys.readouterr().err.splitlines()[-1]
 
@@ -130,11 +111,11 @@ def test_every_number_has_a_type_that_says_its_bounds():
 
 
 def test_a_value_may_be_two_dashes(capsys):
-    args = parser.parse("", ["generate", "m", "--prompt=--", "--stop=--", "--stop", "x"])
+    args = parsing.parse(["generate", "m", "--prompt=--", "--stop=--", "--stop", "x"])
     assert (args.prompt, args.stop) == ("--", ["--", "x"])
-    assert parser.parse("", ["evaluate", "m", "--data=--"]).data == [Path("--")]
+    assert parsing.parse(["evaluate", "m", "--data=--"]).data == [Path("--")]
     with pytest.raises(SystemExit):
-        parser.parse("", ["generate", "m", "--max-new-tokens=--"])
+        parsing.parse(["generate", "m", "--max-new-tokens=--"])
     assert "--max-new-tokens: must be a whole number, got '--'" in capsys.readouterr().err
 
 
@@ -157,7 +138,7 @@ def test_numbers_that_nothing_computes_with_are_refused(kind, value, message, ca
 @pytest.mark.parametrize("name", ["/", ".", "..", "", "{folder}/", "{folder}/.", "{folder}/.."])
 def test_out_is_no_folder(name, tmp_path, capsys):
     name = name.format(folder=tmp_path)
-    commands = [command for command, own in subparsers().items() if "--out" in own._option_string_actions]
+    commands = [command for command, options in COMMANDS.items() if "out" in options.declared()]
     assert commands == ["demo", "tune"]
     for command in commands:
         message = f"argument --out: must end in the name of a file, not of a folder, got {name!r}"
@@ -169,4 +150,4 @@ def test_out_is_no_folder(name, tmp_path, capsys):
 def test_out_is_a_prefix(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = name.format(folder=tmp_path)
-    assert parser.make_parser("").parse_args(["demo", "--out", name]).out == name
+    assert parsing.parse(["demo", "--out", name]).out == name

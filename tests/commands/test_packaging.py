@@ -81,7 +81,7 @@ def source(tmp_path_factory):
     folder.mkdir()
     for name in ("pyproject.toml", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, folder)
-    for name in ("_jgg_command", "examples", "jgg", "kernels"):
+    for name in ("examples", "jgg", "kernels"):
         ignore = shutil.ignore_patterns("__pycache__")
         shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignore)
     return folder
@@ -134,7 +134,7 @@ def test_wheel_holds_the_package_and_nothing_else(form, request, source):
     names = wheel_names(request.getfixturevalue(form))
     package = {
         str(path.relative_to(source))
-        for pattern in ("jgg/py.typed", "jgg/**/*.py", "jgg/**/*.json", "_jgg_command/*.py")
+        for pattern in ("jgg/py.typed", "jgg/**/*.py", "jgg/**/*.json")
         for path in source.glob(pattern)
     }
     kernels = {f"jgg/kernels/{path.name}" for path in (source / "kernels").glob("*.py")}

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from _jgg_command.parser import make_parser
+from jgg.cli.parsing import make_parser
 from tests.support.processes import ROOT
 
 PAGES = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
@@ -32,7 +32,7 @@ def commands(path):
 def test_commands_of_pages_are_taken(capsys):
     shown = [(path.name, words) for path in PAGES for words in commands(path)]
     assert {words[0] for _, words in shown} >= {"demo", "finetune", "generate", "info", "train", "tune"}
-    parser = make_parser("0")
+    parser = make_parser()
     for page, words in shown:
         try:
             parser.parse_args(words)

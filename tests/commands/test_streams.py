@@ -8,8 +8,7 @@ import tempfile
 
 import pytest
 
-from _jgg_command import main
-from jgg.cli import info
+from jgg.cli import info, main
 from jgg.cli.console import progress
 from tests.support.processes import ROOT
 

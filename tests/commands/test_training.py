@@ -16,7 +16,7 @@ from flax import nnx
 
 import jgg.data
 import jgg.models
-from _jgg_command import main
+from jgg.cli import main
 from tests.support.models import config_of, folder_with_tokenizer
 
 PAIRS = [([5, 6, 7], [8, 9, 10, 11]), ([12], [13, 14]), ([15, 16, 17, 18, 19, 20], [21])]

@@ -18,11 +18,10 @@ from flax import nnx
 import jgg.hf
 import jgg.models
 import jgg.train
-from _jgg_command import main
-from _jgg_command.memory import take_most
-from _jgg_command.parser import parse
-from jgg.cli.errors import enough_memory, writes
-from jgg.cli.options import UsageError
+from jgg.cli import main
+from jgg.cli.errors import UsageError, enough_memory, writes
+from jgg.cli.memory import take_most
+from jgg.cli.parsing import parse
 from jgg.cli.training import devices, loop
 from jgg.cli.training.data import data_of
 from jgg.core.quantized import count_numbers
@@ -227,7 +226,7 @@ def test_a_new_model_learns_the_end_that_it_is_saved_with(ends, want, folder):
     if "special" in ends:
         (tokenizer / "tokenizer_config.json").write_text(json.dumps({"eos_token": ends["special"]}))
     options = ["--data", "data.jsonl", "--output", "out", "--batch-size", "1", "--sequence-length", "8"]
-    args = parse("0", ["train", "model", *options])
+    args = parse(["train", "model", *options])
     args.data = [folder.parent / "data.jsonl"]
     found = data_of(args, tokenizer, folder, jgg.models.model_config(jgg.hf.read_config(folder)))
     assert found.end_tokens == want
@@ -255,7 +254,7 @@ def test_an_option_skips_conversations_that_cannot_be_marked(command, folder, er
     if command == "evaluate":
         return
     options = ["--output", "out", "--skip-unmarked", "--data", "data.jsonl", "chats.jsonl"]
-    args = parse("0", [command, "model", *options, "--eval-data", "chats.jsonl", "data.jsonl"])
+    args = parse([command, "model", *options, "--eval-data", "chats.jsonl", "data.jsonl"])
     args.batch_size = 1
     found = data_of(args, folder, folder, jgg.models.model_config(jgg.hf.read_config(folder)))
     assert found.skipped == {"skipped_rows": 2, "eval_skipped_rows": 2}
@@ -323,12 +322,12 @@ def test_a_share_of_the_user_s_stays(name, monkeypatch):
 def test_a_command_takes_most_of_a_gpu_before_jax_asks_and_an_import_nothing():
     """JAX reads the share when it loads its plugin."""
     program = (
-        "import os, jax, jgg.cli, jgg.models, _jgg_command\n"
+        "import os, jax, jgg.cli, jgg.models\n"
         "from jax._src import xla_bridge\n"
         "def shares(): return {name: os.environ[name] for name in os.environ if 'MEM_FRACTION' in name}\n"
         "before, found = shares(), []\n"
         "xla_bridge.discover_pjrt_plugins = lambda: found.append(shares())\n"
-        "_jgg_command.main(['info', '--json'])\n"
+        "jgg.cli.main(['info', '--json'])\n"
         "print()\nprint([before, *found])"
     )
     env = {name: value for name, value in os.environ.items() if "MEM_FRACTION" not in name}

@@ -10,7 +10,7 @@ import time
 import jax
 import pytest
 
-from _jgg_command import main
+from jgg.cli import main
 from tests.support import processes
 from tests.support.models import folder_with_tokenizer
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 
 import jgg
-from _jgg_command import main
+from jgg.cli import main
 from jgg.core.gpu_target import Target
 from jgg.launching import tuned_configs, tuned_files
 from jgg.launching.heuristic import heuristic_config

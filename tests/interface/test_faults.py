@@ -17,8 +17,7 @@ import numpy as np
 import pytest
 
 import jgg
-from _jgg_command import main
-from jgg.cli import info
+from jgg.cli import info, main
 from jgg.core import files
 from jgg.core.gpu_target import Target
 from jgg.launching import choice, tuned_files

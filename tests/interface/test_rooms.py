@@ -8,7 +8,6 @@ import pytest
 from tests.support.processes import ROOT
 
 PACKAGE = ROOT / "jgg"
-COMMAND = "_jgg_command"  # a room beside jgg, so that help needs no JAX
 
 
 def rooms():
@@ -19,15 +18,8 @@ def rooms():
 
 
 def imported(path):
-    """The modules that a file imports from jgg and from the command, in functions too, but not for type checkers alone.
-
-    Names begin with "jgg.", those of the command's modules too.
-    """
-    for name in _imported(path):
-        if name.startswith("jgg."):
-            yield name
-        elif name.partition(".")[0] == COMMAND:
-            yield f"jgg.{name}"
+    """The modules that a file imports from jgg, in functions too, but not for type checkers alone."""
+    return (name for name in _imported(path) if name.startswith("jgg."))
 
 
 def _imported(path):
@@ -43,8 +35,7 @@ def _imported(path):
 
 
 def modules():
-    command = {path: (COMMAND, path.stem) for path in (ROOT / COMMAND).glob("*.py")}
-    return command | {path: path.relative_to(PACKAGE).with_suffix("").parts for path in PACKAGE.glob("**/*.py")}
+    return {path: path.relative_to(PACKAGE).with_suffix("").parts for path in PACKAGE.glob("**/*.py")}
 
 
 def test_every_room_has_a_place():
@@ -65,7 +56,7 @@ def test_rooms_import_from_later_ones():
     assert not wrong
 
 
-@pytest.mark.parametrize("room", ["_jgg_command", "cli", "train", "data", "optim", "models"])
+@pytest.mark.parametrize("room", ["cli", "train", "data", "optim", "models"])
 def test_what_stands_beyond_the_fence_is_not_imported(room):
     """What makes an operation of kernels is in jgg.extend."""
     beyond = ("jgg.products", "jgg.primitives", "jgg.launching")

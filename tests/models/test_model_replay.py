@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from jgg.models.parts import ALL_TARGETS
+from jgg.core.choices import ALL_TARGETS
 from tests.support.closeness import assert_close
 from tests.support.models import FAMILIES, loaded, reference
 

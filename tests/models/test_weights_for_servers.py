@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 
 import jgg.hf
 import jgg.models
-from jgg.models.parts import TARGETS
+from jgg.core.choices import TARGETS
 from tests.support.marks import thorough_but
 from tests.support.models import DATA, loaded, logits_of, reference
 

@@ -8,8 +8,8 @@ from flax import nnx
 
 import jgg.models
 import jgg.optim
+from jgg.core.choices import ALL_TARGETS
 from jgg.models.max_logits import max_logits
-from jgg.models.parts import ALL_TARGETS
 from tests.support.models import copied, loaded
 
 RNG = np.random.default_rng(11)

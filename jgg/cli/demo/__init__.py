@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Self
 
 from jgg.cli import options
+from jgg.cli.errors import INTERRUPTED, UsageError, import_with_extra
 from jgg.cli.files import Target, check_files, check_new, check_results
-from jgg.cli.options import INTERRUPTED, UsageError
 from jgg.cli.output import Output
 from jgg.core.files import replace_text
 from jgg.linear.fp8 import Fp8
@@ -51,7 +51,7 @@ class Settings:
             raise UsageError(f"--topk {args.topk} is more than --experts {args.experts}")
         if args.hidden % HEAD_DIM:
             raise UsageError(f"--hidden must be a multiple of {HEAD_DIM}, got {args.hidden}")
-        check_files(args, _targets(args))
+        check_files(args.reads(), _targets(args))
         options.check_implementation(args.implementation)
         values: dict[str, Any] = {field.name: getattr(args, field.name) for field in dataclasses.fields(cls)}
         values["dtype"] = args.dtype or options.default_dtype()
@@ -87,8 +87,8 @@ def _check_picture(picture: Path, results: Path) -> None:
 
 def run(args) -> int:
     """Trains and reports; returns 0, 1 where a file could not be written, or 130 after an interrupt."""
-    train = options.import_with_extra("jgg.cli.demo.train", "demo")
-    report = options.import_with_extra("jgg.cli.demo.report", "demo")
+    train = import_with_extra("jgg.cli.demo.train", "demo")
+    report = import_with_extra("jgg.cli.demo.report", "demo")
     settings = Settings.from_args(args)
     say = (lambda text: None) if settings.quiet else print
 

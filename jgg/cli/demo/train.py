@@ -13,7 +13,7 @@ from jgg.cli.console import progress
 from jgg.cli.demo import Settings
 from jgg.cli.demo.data import held_out_windows, load_corpus
 from jgg.cli.demo.model import make_model, measure, sample, save
-from jgg.cli.options import UsageError
+from jgg.cli.errors import UsageError
 from jgg.models import Decoder
 from jgg.train import Trainer, TrainingError
 

@@ -10,15 +10,13 @@ import jax
 import jgg.hf
 import jgg.models
 from jgg.cli.console import number, print_table
-from jgg.cli.errors import enough_memory, one_line
+from jgg.cli.errors import UsageError, enough_memory, import_with_extra, one_line
 from jgg.cli.evaluation.texts import Measured, Texts
 from jgg.cli.files import Target, check_files, check_results
 from jgg.cli.folders import check_adapter, model_folder
 from jgg.cli.info import origin
-from jgg.cli.options import UsageError, import_with_extra
 from jgg.cli.output import Output
 from jgg.cli.training import devices
-from jgg.cli.training.folders import settings_of
 from jgg.core.files import replace_text
 from jgg.models.loading import EXPERTS_BY_NAME
 
@@ -62,7 +60,7 @@ def _check(args: argparse.Namespace) -> None:
             raise UsageError(f"{option} must be given with --tasks, got it alone")
     if args.output is not None:
         check = functools.partial(check_results, args.output, "versions", "options", "data", "tasks")
-        check_files(args, [Target("--output", args.output, "a file", args.output, check)])
+        check_files(args.reads(), [Target("--output", args.output, "a file", args.output, check)])
 
 
 def _tasks(args: argparse.Namespace) -> Any:
@@ -76,7 +74,7 @@ def _tell(args: argparse.Namespace, measured: dict[str, Measured], results: Any)
         return 0
     document = {
         **origin(),
-        "options": settings_of(args),
+        "options": args.noted(),
         "model": str(args.model),
         "adapter": args.adapter,
         "data": {file: each._asdict() for file, each in measured.items()},

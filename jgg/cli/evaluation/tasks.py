@@ -12,7 +12,7 @@ import lm_eval.evaluator
 from lm_eval.tasks import TaskManager
 from lm_eval.utils import make_table
 
-from jgg.cli.options import UsageError
+from jgg.cli.errors import UsageError
 from jgg.integrations.lm_eval import JggLM
 from jgg.models import Decoder
 

@@ -5,10 +5,9 @@ import io
 import json
 import sys
 
-from jgg.cli.errors import enough_memory, one_line, told
+from jgg.cli.errors import UsageError, enough_memory, one_line, told
 from jgg.cli.generation.chat import messages_of, talk
 from jgg.cli.generation.speaker import Speaker
-from jgg.cli.options import UsageError
 
 CHUNK, LARGE_CHUNK = 4, 32  # new tokens at once: for someone who reads them as they come, and else
 

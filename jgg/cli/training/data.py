@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jgg.data
-from jgg.cli.options import UsageError
+from jgg.cli.errors import UsageError
 from jgg.cli.training.folders import first_day
 from jgg.core.files import replace_text
 from jgg.hf.files import read_object

@@ -4,7 +4,7 @@ import math
 
 import jax
 
-from jgg.cli.options import UsageError
+from jgg.cli.errors import UsageError
 from jgg.experts.sharding import MoESharding
 
 

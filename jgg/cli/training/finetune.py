@@ -9,9 +9,8 @@ from flax import nnx
 import jgg
 import jgg.hf
 import jgg.models
-from jgg.cli.errors import one_line
+from jgg.cli.errors import UsageError, one_line
 from jgg.cli.folders import model_folder
-from jgg.cli.options import UsageError
 from jgg.cli.training import devices, folders, loop
 from jgg.cli.training.results import AdapterOutput, write_model
 from jgg.experts.sharding import MoESharding

@@ -2,26 +2,18 @@
 
 import datetime
 import functools
-import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import jax
 
 import jgg
-from jgg.cli.errors import writes
+from jgg.cli.errors import UsageError, writes
 from jgg.cli.files import Target, check_files, check_new, check_writable, is_same
-from jgg.cli.options import UsageError
 from jgg.train import runs
 from jgg.train.logs import check_log
 
-# what a run that goes on from a checkpoint may change; its steps and the content of its data are noted
-FREE = frozenset(("data", "eval_data", "skip_unmarked", "eval_every", "log_every", "log_to"))
-FREE |= frozenset(("steps", "epochs", "output", "checkpoints", "save_every", "remat"))
-FREE |= frozenset(("fsdp", "fsdp_splits", "expert", "exchange"))
 _NOTED, ADAPTERS = "run.toml", "adapters.sha256"  # next to the checkpoints: options, digests of what was written
-_NO_OPTIONS = {"command", "parser", "config", "quiet", "coordinator", "processes", "process"}
 
 
 def check(args, check_output: Callable[[str, Path], None] = check_new) -> None:
@@ -46,7 +38,7 @@ def check(args, check_output: Callable[[str, Path], None] = check_new) -> None:
     if checkpoints is not None:
         check_own = functools.partial(_check_checkpoints, checkpoints)
         targets.append(Target("--checkpoints", checkpoints, "a folder", checkpoints, check_own))
-    check_files(args, targets)
+    check_files(args.reads(), targets)
 
 
 def _check_checkpoints(folder: Path) -> None:
@@ -61,18 +53,6 @@ def beside(output: Path, ending: str) -> Path:
     """The name of a file beside the output's folder."""
     output = output.absolute()
     return output.with_name(output.name + ending)
-
-
-def settings_of(args) -> dict[str, Any]:
-    """The options of a run, with full paths."""
-    values = {name: value for name, value in vars(args).items() if name not in _NO_OPTIONS}
-    if os.path.exists(values["model"]):  # else it is a name on the Hub
-        values["model"] = Path(values["model"]).resolve()
-    for name in ("data", "eval_data", "output", "checkpoints", "tokenizer", "adapter", "include_path"):
-        value = values.get(name)
-        if value is not None:
-            values[name] = [path.resolve() for path in value] if isinstance(value, list) else Path(value).resolve()
-    return values
 
 
 def first_day(args) -> datetime.date:
@@ -108,13 +88,15 @@ def note(args, steps: int, digest: str, date: datetime.date) -> None:
     Raises: UsageError: the checkpoints, or the file of --config, are of a run with other options, which are named; or a
       file cannot be written.
     """
-    settings = settings_of(args)
+    settings = args.noted()
+    # its steps and the content of its data are noted
+    free = {name for name, (each, _) in args.declared().items() if each.may_change}
     noted = {"steps": steps, "data": digest, "date": date.isoformat()}
     places = [beside(args.output, ".toml")]
     if args.checkpoints is not None:
         path = args.checkpoints / _NOTED
         if _has_run(args.checkpoints):
-            found = runs.changes(path, settings, noted, FREE)
+            found = runs.changes(path, settings, noted, free)
             if found:
                 raise UsageError(
                     f"--checkpoints {args.checkpoints} has a run with other options: {'; '.join(found)}: take another "
@@ -125,7 +107,7 @@ def note(args, steps: int, digest: str, date: datetime.date) -> None:
         places.append(path)
     if args.config is not None:
         for read in [place for place in places if is_same(place, Path(args.config))]:
-            found = runs.changes(read, settings, runs.noted_in(read), FREE)
+            found = runs.changes(read, settings, runs.noted_in(read), free)
             if found:
                 what = f"{read}, where a run with other options would note them: {'; '.join(found)}"
                 raise UsageError(f"--config must be another file, got {what}: take a copy, or another --output")

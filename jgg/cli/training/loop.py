@@ -14,8 +14,7 @@ from flax import nnx
 import jgg.optim
 import jgg.train
 from jgg.cli.console import progress
-from jgg.cli.errors import enough_memory
-from jgg.cli.options import TERMINATED
+from jgg.cli.errors import TERMINATED, enough_memory
 from jgg.cli.training import devices, folders
 from jgg.cli.training.data import Data, counted, data_of
 from jgg.core.quantized import count_numbers
@@ -99,7 +98,7 @@ def prepare(args, tokenizer: Path, model: Path, config: ModelConfig) -> Run:
     steps = data.steps(args)
     folders.note(args, steps, data.batches.digest, data.date)
     say(args, f"{data.in_words()}, for {counted(steps, 'step')}")
-    settings = {name: str(value) for name, value in folders.settings_of(args).items()} | {"total_steps": steps}
+    settings = {name: str(value) for name, value in args.noted().items()} | {"total_steps": steps}
     trackers = args.log_to if args.log_to and is_first() else ()
     log = jgg.train.Log(folders.beside(args.output, ".jsonl"), trackers=trackers, settings=settings)
     return Run(args, sharding, data, steps, schedule_of(args, steps), log)

@@ -10,8 +10,7 @@ import jgg
 import jgg.hf
 import jgg.models
 from jgg.cli import options
-from jgg.cli.errors import one_line
-from jgg.cli.options import UsageError
+from jgg.cli.errors import UsageError, one_line
 from jgg.cli.training import devices, folders, loop
 from jgg.cli.training.results import write_model
 from jgg.experts.sharding import MoESharding

@@ -9,9 +9,8 @@ from pathlib import Path
 import jax
 
 import jgg.models
-from jgg.cli.errors import writes
+from jgg.cli.errors import UsageError, writes
 from jgg.cli.files import check_writable
-from jgg.cli.options import UsageError
 from jgg.cli.training.data import note_ends
 from jgg.cli.training.folders import ADAPTERS, has_steps
 from jgg.core.files import fill

@@ -65,6 +65,12 @@ def prefix(text: str) -> str:
     return text
 
 
+def add_prefix(parser: argparse.ArgumentParser, default: str) -> None:
+    """Declares --out, the prefix of several files."""
+    what = "how the names of the written files begin (default: %(default)s)"
+    parser.add_argument("--out", type=prefix, default=default, metavar="PREFIX", help=what)
+
+
 def new_file(text: str) -> pathlib.Path:
     """Argument type: a file to write, in a folder that exists and takes files."""
     path = pathlib.Path(prefix(text))
@@ -77,15 +83,12 @@ class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong, without the list of all options, and takes no part of an option's name for it.
 
     Attributes:
-      needed: names of the options that must be given on the command line or in the file of --config.
-      alternatives: names of options that stand for each other: one on the command line replaces all in the file.
       where: what the message of a mistake begins with.
     """
 
+    where = ""
+
     def __init__(self, *args, **settings) -> None:
-        self.needed: tuple[str, ...] = ()
-        self.alternatives: tuple[tuple[str, ...], ...] = ()
-        self.where = ""
         super().__init__(*args, **{"allow_abbrev": False} | settings)
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
