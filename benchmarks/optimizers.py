@@ -31,14 +31,12 @@ import jgg.optim
 from benchmarks.model_configs import config_of
 from benchmarks.models import make_step, random_model
 from benchmarks.peers import to_jax, to_torch, why_not
+from benchmarks.small_model import Settings, held_out_bits, held_out_windows, load_corpus, make_model, make_trainer
 from jgg.cli import options
 from jgg.cli import run as run_command
 from jgg.cli.arguments import new_file, positive_int
 from jgg.cli.console import number, print_table
-from jgg.cli.demo import HEAD_DIM, Settings
-from jgg.cli.demo.data import held_out_windows, load_corpus
-from jgg.cli.demo.model import make_model
-from jgg.cli.demo.train import held_out_bits, make_trainer
+from jgg.cli.demo.preset import HEAD_DIM
 from jgg.cli.errors import UsageError
 from jgg.optim.coefficients import coefficients_of
 from jgg.tuning.timing import first_line, median_seconds
@@ -190,7 +188,7 @@ def measure_losses(args: argparse.Namespace) -> list[tuple[str, ...]]:
         for name, make in _optimizers(args.steps).items():
             settings = Settings(
                 args.steps, args.demo_batch, args.demo_sequence, args.hidden, args.demo_layers, experts=8, topk=2,
-                seed=seed, out="", implementation=None, dtype="float32", fp8=False, temperature=1.0, quiet=True,
+                seed=seed, implementation=None, dtype="float32", fp8=False,
             )  # fmt: skip
             model_key, data_key = jax.random.split(jax.random.key(seed))
             model = make_model(settings, nnx.Rngs(model_key))

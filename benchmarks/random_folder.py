@@ -16,7 +16,7 @@ import jgg.models
 from benchmarks.model_configs import CONFIGS, config_of
 from benchmarks.models import EXPERTS, random_model
 from jgg.cli import run as run_command
-from jgg.cli.demo.data import load_corpus
+from jgg.cli.demo.preset import load_texts
 
 _TOKENS = 4096
 _SPECIAL = "<|start|>", "<|message|>", "<|end|>"
@@ -38,7 +38,7 @@ def write_tokenizer(folder: Path, num_tokens: int = _TOKENS) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(bytes(load_corpus().train).decode().split("\n\n"), trainer)
+    tokenizer.train_from_iterator("\n\n".join(load_texts()[0]).split("\n\n"), trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     own = {
         "tokenizer_class": "PreTrainedTokenizerFast",

@@ -26,7 +26,7 @@ from benchmarks.model_configs import CONFIGS, config_of
 from benchmarks.models import make_step, random_model
 from benchmarks.random_folder import write_tokenizer
 from jgg.cli.console import number
-from jgg.cli.demo.data import load_corpus
+from jgg.cli.demo.preset import load_texts
 from jgg.cli.parsing import parse
 from jgg.cli.training import finetune
 
@@ -103,7 +103,7 @@ def fine_tuning(job: Job) -> Iterator[Line]:
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(job.config.hf))
         write_tokenizer(folder, min(4096, job.config.vocabulary))
-        text = bytes(load_corpus().train).decode()[: 64 * 2 * STEPS * _sequence()]
+        text = "\n\n".join(load_texts()[0])[: 64 * 2 * STEPS * _sequence()]
         data.write_text(json.dumps({"text": text}) + "\n")
         options = ["--data", data, "--output", output, "--experts", job.experts, "--split", "--steps", STEPS]
         options += ["--batch-size", 2, "--sequence-length", _sequence(), "--log-every", 1, "--quiet"]

@@ -19,13 +19,11 @@ import optax
 from flax import nnx
 from matplotlib.figure import Figure
 
+from benchmarks.small_model import Settings, held_out_bits, held_out_windows, load_corpus, make_model, make_trainer
 from jgg.cli.commands import Demo
 from jgg.cli.declarations import add_options
-from jgg.cli.demo import Settings
-from jgg.cli.demo.data import held_out_windows, load_corpus
-from jgg.cli.demo.model import make_model
-from jgg.cli.demo.train import held_out_bits, make_trainer
 from jgg.cli.info import devices, versions
+from jgg.cli.options import default_dtype
 
 PEAK_RATE = 3e-3
 SMOOTHED = 10  # steps whose mean is a point of a curve; the final training loss is the mean of 10 points
@@ -118,7 +116,8 @@ def main():
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], help="(%(default)s)")
     parser.set_defaults(steps=2000, out="same-training", quiet=True)
     options = parser.parse_args()
-    settings = Settings.from_args(options)
+    options.dtype = options.dtype or default_dtype()
+    settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
     runs = []
     for seed, variant in itertools.product(options.seeds, options.variants):
         runs.append(train(dataclasses.replace(settings, seed=seed), variant))
@@ -127,9 +126,9 @@ def main():
     print(json.dumps(summary, indent=2))
     kind = devices()[0].kind
     content = {"config": dataclasses.asdict(settings), "versions": versions(), "device": kind, **summary, "runs": runs}
-    Path(f"{settings.out}.json").write_text(json.dumps(content, indent=2) + "\n")
+    Path(f"{options.out}.json").write_text(json.dumps(content, indent=2) + "\n")
     title = f"{settings.steps} steps, {len(options.seeds)} seeds, {settings.dtype}, {kind}"
-    plot(runs, title).savefig(f"{settings.out}.png", dpi=120)
+    plot(runs, title).savefig(f"{options.out}.png", dpi=120)
 
 
 if __name__ == "__main__":

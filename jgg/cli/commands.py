@@ -64,7 +64,7 @@ class Demo(Options):
 
     example = "jgg demo --steps 200 --save tiny"
     page = "command/#train-a-small-model"
-    module = "jgg.cli.demo"
+    module = "jgg.cli.demo.run"
     extra = "demo"
 
     steps: int = _training("steps of training", positive_int, 600)

@@ -1,7 +1,6 @@
 """The command line: what it prints, writes and refuses."""
 
 import dataclasses
-import functools
 import json
 import runpy
 import subprocess
@@ -10,20 +9,17 @@ import tomllib
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 import tokenizers
-from flax import nnx
 
 import jgg.models
 from jgg.cli import info, main, options
-from jgg.cli.demo import train
-from jgg.cli.demo.data import held_out_windows, load_corpus
-from jgg.cli.demo.model import make_model, measure
+from jgg.cli.demo import report
+from jgg.cli.demo.preset import load_texts
 from jgg.cli.info import Device, Facts, TunedEntries, TunedFile, gather
+from jgg.cli.training import loop
 from jgg.train import TrainingError
-from tests.support.demo import settings
 from tests.support.processes import ROOT
 
 pytestmark = pytest.mark.xdist_group("cli")  # one worker compiles what they share
@@ -226,7 +222,7 @@ def test_wrong_arguments_are_named(arguments, message, monkeypatch, capsys):
 
 def test_without_a_package_the_demo_says_what_installs_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "flax", None)  # so that its import fails
-    monkeypatch.delitem(sys.modules, "jgg.cli.demo.train")
+    monkeypatch.delitem(sys.modules, "jgg.cli.demo.run", raising=False)
     with pytest.raises(SystemExit) as error:
         main(["demo"])
     assert error.value.code == "jgg: flax is not installed: pip install 'jgg[demo]'"
@@ -275,18 +271,13 @@ def test_demo_learns_and_writes(tmp_path, capsys):
     assert f"Held out: {result['final']['held_out_bits_per_byte']:.3f} bits per byte" in output
     model = jgg.models.load(folder, dtype="float32", param_dtype="float32")
     prompt = list(b"The ")
-    generated = jgg.models.generate(model, [prompt], 396, temperature=0.7, key=sample_key())
+    generated = jgg.models.generate(model, [prompt], 396, temperature=0.7, key=jax.random.key(0))
     assert bytes([*prompt, *generated[0].tolist()]).decode(errors="replace") == result["sample"]
     tokenizer = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     text = "".join(map(chr, range(256))) + " café 语言 \U0001f600\n\n  x"
     tokens = tokenizer.encode(text).ids
     assert tokens == list(text.encode())
     assert tokenizer.decode(tokens) == text
-
-
-def sample_key():
-    """The key by which the demo draws its sample, with the default seed."""
-    return jax.random.split(jax.random.key(0), 3)[2]
 
 
 @pytest.mark.thorough
@@ -297,7 +288,7 @@ def test_demo_that_is_interrupted_writes_what_it_measured(tmp_path, monkeypatch,
             raise KeyboardInterrupt
         return ""
 
-    monkeypatch.setattr(train, "progress_line", interrupt)
+    monkeypatch.setattr(report, "progress_line", interrupt)
     out = tmp_path / "interrupted"
     assert main(["demo", *SMALL, "--quiet", "--out", str(out)]) == 130
     result = json.loads(out.with_suffix(".json").read_text())
@@ -307,78 +298,19 @@ def test_demo_that_is_interrupted_writes_what_it_measured(tmp_path, monkeypatch,
     assert len(capsys.readouterr().out.splitlines()) == 1
 
 
-def test_demo_whose_loss_is_not_finite_ends_in_one_line(monkeypatch):
-    def fail(_):
+def test_demo_whose_loss_is_not_finite_ends_in_one_line(monkeypatch, tmp_path):
+    def fail(*_):
         raise TrainingError("step 3: the loss is nan")
 
-    monkeypatch.setattr(train.Demo, "_fit", fail)
+    monkeypatch.setattr(loop, "records", fail)
     with pytest.raises(SystemExit, match="jgg: step 3: the loss is nan"):
-        object.__new__(train.Demo).run()
-
-
-@pytest.fixture(scope="module")
-def small_model():
-    model = make_model(settings(batch=2, seq=16, experts=4, topk=2), nnx.Rngs(0))
-    model.w_head[...] = jax.random.normal(jax.random.key(1), (64, 256))
-    return model, functools.partial(jax.jit(measure), model)
-
-
-def test_model_predicts_bytes_from_earlier_ones_alone(small_model):
-    _, measure_windows = small_model
-    windows = np.random.default_rng(0).integers(0, 256, (2, 17), dtype=np.uint8)
-    changed = windows.copy()
-    changed[:, 9] += 1
-    bits, other = measure_windows(windows).bits, measure_windows(changed).bits
-    np.testing.assert_allclose(bits[:, :8], other[:, :8], rtol=1e-5)
-    assert (jnp.abs(bits[:, 8:] - other[:, 8:]) > 1e-3).all()
-
-
-def test_model_measures_loads_and_their_imbalance(small_model):
-    _, measure_windows = small_model
-    measured = measure_windows(np.zeros((2, 17), np.uint8))  # every position is routed alike
-    np.testing.assert_array_equal(np.sort(measured.group_sizes, axis=1), [[0, 0, 32, 32]])
-    assert 1 < measured.imbalance < 4
-
-
-def test_held_out_windows_predict_every_byte_once():
-    text = np.arange(100, dtype=np.uint8)
-    windows, is_real = held_out_windows(text, seq=16, batch=4)
-    assert windows.shape == (2, 4, 17)
-    np.testing.assert_array_equal(windows[:, :, 1:][is_real], text[1:])
-    np.testing.assert_array_equal(windows[:, :, :-1][is_real], text[:-1])
-
-
-def test_evaluation_is_the_mean_over_all_held_out_bytes(small_model):
-    model, measure_windows = small_model
-    text = np.random.default_rng(0).integers(0, 256, 38, dtype=np.uint8)
-    value = train.held_out_bits(model, *held_out_windows(text, seq=16, batch=2))
-    padded = np.pad(text, (0, 11))
-    bits = [measure_windows(padded[[range(i, i + 17)] * 2]).bits[0] for i in (0, 16, 32)]
-    np.testing.assert_allclose(value, np.concatenate(bits)[:37].mean(), rtol=1e-5)
+        main(["demo", *SMALL, "--out", str(tmp_path / "x")])
+    assert not list(tmp_path.iterdir())
 
 
 def test_held_out_text_is_not_in_the_training_text():
-    train, held_out = (part.tobytes() for part in load_corpus())
+    train, held_out = map("\n\n".join, load_texts())
     assert 300_000 < len(train) < 1_000_000
     assert 0.08 < len(held_out) / (len(train) + len(held_out)) < 0.101
-    paragraphs = {p for p in held_out.split(b"\n\n") if p.strip()}
-    assert not paragraphs & set(train.split(b"\n\n"))
-
-
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")
-def test_implementation_is_read_off_the_program():
-    pytest.importorskip("jax_cuda12_plugin")
-
-    def program(platform, implementation=None):
-        def product(x, w, group_sizes):
-            return jgg.ragged_dot(x, w, group_sizes, implementation=implementation)
-
-        sizes = jnp.full(4, 16, jnp.int32)
-        with jgg.target(90):
-            traced = jax.jit(product).trace(jnp.ones((64, 32)), jnp.ones((4, 32, 32)), sizes)
-            return traced.lower(lowering_platforms=(platform,)).as_text()
-
-    assert train.implementation_in(program("cpu")) == "xla"
-    assert train.implementation_in(program("cuda")) == "triton"
-    assert train.implementation_in(program("cuda", "xla")) == "xla"
-    assert train.implementation_in(program("cpu", "interpret")) == "interpret"
+    paragraphs = {each for each in held_out.split("\n\n") if each.strip()}
+    assert not paragraphs & set(train.split("\n\n"))

@@ -1,7 +1,6 @@
 """Commands that cannot write files: what was measured is printed, and one line says which files and why."""
 
 import collections
-import dataclasses
 import json
 from unittest import mock
 
@@ -12,12 +11,11 @@ from flax import nnx
 
 import jgg.train
 from jgg.cli import main
-from jgg.cli.demo import train
+from jgg.cli.demo import report, run
 from jgg.cli.training import finetune, loop, results
 from jgg.train import checkpoints
 from jgg.tuning import search as tuning
 from jgg.tuning.workloads import gemm
-from tests.support.demo import settings
 from tests.support.models import folder_with_tokenizer
 
 NO_SPACE = OSError(28, "No space left on device")
@@ -46,27 +44,19 @@ def check_errors(capsys, prefix, *suffixes):
 @pytest.fixture
 def trained(monkeypatch):
     """`jgg demo` has this result at once."""
-    result = train.Result(
-        settings(),
-        "xla",
-        100,
-        10,
-        1000,
-        500,
-        train=[{"step": 1, "bits_per_byte": 4.0, "tokens_per_second": 8.0}],
-        held_out=[{"step": 1, "bits_per_byte": 4.5}],
-        expert_load=[[0.5, 0.5]],
-        train_seconds=1.0,
-    )
 
-    class Demo:
-        def __init__(self, settings):
-            self.result = dataclasses.replace(result, settings=settings)
+    def result_of(args, model):
+        numbers = {"train_bytes": 100, "held_out_bytes": 10, "parameters": 1000, "active_parameters": 500}
+        return report.Result(config=args.noted(), implementation="xla", **numbers)
 
-        def run(self):
-            return self.result
+    def learn(training, model, result, temperature):
+        result.train.append({"step": 1, "bits_per_byte": 4.0, "tokens_per_second": 8.0})
+        result.held_out.append({"step": 1, "bits_per_byte": 4.5})
+        result.expert_load, result.train_seconds = [[0.5, 0.5]], 1.0
 
-    monkeypatch.setattr(train, "Demo", Demo)
+    monkeypatch.setattr(run, "_prepare", lambda *_: (None, None))
+    monkeypatch.setattr(run, "_result_of", result_of)
+    monkeypatch.setattr(run, "_learn", learn)
 
 
 @pytest.mark.usefixtures("trained")
@@ -185,9 +175,9 @@ def test_what_was_learned_is_saved_if_only_the_end_of_a_log_or_a_checkpoint_is_n
 
     monkeypatch.setattr(finetune, "_load", lambda *_: "model")
     monkeypatch.setattr(results.AdapterOutput, "write", lambda *_: "where")
-    monkeypatch.setattr(loop, "_trainer_of", lambda *_: mock.Mock(model="model"))
-    monkeypatch.setattr(loop, "_records", records)
-    monkeypatch.setattr(loop, "_measured", lambda *_: {"loss": 1.0})
+    monkeypatch.setattr(loop, "trainer_of", lambda *_: mock.Mock(model="model"))
+    monkeypatch.setattr(loop, "records", records)
+    monkeypatch.setattr(loop, "measured", lambda *_: {"loss": 1.0})
     monkeypatch.setattr(loop, "in_words", lambda *_: "step")
     monkeypatch.setattr(jgg.train.Log, "write", write)
     what = f"{tmp_path}/out.jsonl: No space left on device" if is_log else "checkpoints into ck: full"

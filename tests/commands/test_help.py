@@ -12,8 +12,9 @@ import pytest
 
 import jgg
 from jgg.cli import arguments as types
-from jgg.cli import bench, demo, parsing
+from jgg.cli import bench, parsing
 from jgg.cli.commands import COMMANDS
+from jgg.cli.demo.preset import HEAD_DIM
 from jgg.core.choices import OPS
 from jgg.core.quantized import E4M3
 from jgg.tuning import search, workloads
@@ -82,7 +83,7 @@ def test_options_offer_what_jgg_has():
     assert all(op in option("bench", "op").what for op in bench.OPS)
     own, in_fp8 = map(",".join, (OPS, search.ops_of(gemm_in_fp8)))
     assert option("tune", "op").shown.startswith(f"{own}; in fp8 only {in_fp8}, ")
-    assert option("demo", "hidden").what.endswith(f"a multiple of {demo.HEAD_DIM}")
+    assert option("demo", "hidden").what.endswith(f"a multiple of {HEAD_DIM}")
 
 
 def options_of(kind):

@@ -346,8 +346,8 @@ def test_training_that_cannot_go_on_writes_no_adapter(error, monkeypatch):
     def fail(*_, **__):
         raise jgg.train.TrainingError("step 3: the loss is nan")
 
-    monkeypatch.setattr(loop, "_trainer_of", lambda *_: None)
-    monkeypatch.setattr(loop, "_records", fail)
+    monkeypatch.setattr(loop, "trainer_of", lambda *_: None)
+    monkeypatch.setattr(loop, "records", fail)
     monkeypatch.setattr("jgg.cli.training.finetune._load", lambda *_: None)
     assert error("finetune", "model", *NEEDED) == "jgg: step 3: the loss is nan"
     assert not os.path.lexists("out")

@@ -2,27 +2,77 @@
 
 import dataclasses
 import json
+import math
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from jgg.cli.console import print_table
-from jgg.cli.demo.train import Result
 from jgg.cli.info import devices, origin
 from jgg.core.files import replacing
+from jgg.train import Record
+
+
+@dataclasses.dataclass
+class Result:
+    """The measurements of a run, filled in as training goes on.
+
+    Attributes:
+      config: the options.
+      implementation: grouped GEMM's implementation.
+      train_bytes, held_out_bytes: sizes of the texts.
+      parameters: number of parameters of the model.
+      active_parameters: number of parameters that act on one byte; of the experts, only topk count.
+      train: step, bits_per_byte and tokens_per_second (a token is a byte) of every few steps.
+      held_out: step and bits_per_byte of each measurement of the held-out texts.
+      expert_load: share of the rows of a batch that each expert of each layer got in the last measurement, 0 before it.
+      train_seconds: time in steps of training, without compilation and measurements.
+      sample: text that the model wrote.
+      interrupted: whether an interrupt from the keyboard ended the run early.
+    """
+
+    config: dict[str, Any]
+    implementation: str
+    train_bytes: int
+    held_out_bytes: int
+    parameters: int
+    active_parameters: int
+    train: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    held_out: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    expert_load: list[list[float]] = dataclasses.field(default_factory=list)
+    train_seconds: float = 0.0
+    sample: str = ""
+    interrupted: bool = False
+
+    def add(self, record: Record, values: dict[str, Any]) -> None:
+        """Adds what a record of training says."""
+        bits, speed = values["loss"] / math.log(2), values["tokens_per_second"]
+        self.train.append({"step": record.step, "bits_per_byte": bits, "tokens_per_second": speed})
+        self.train_seconds += record.speed.seconds
+        if "eval_loss" in values:
+            self.held_out.append({"step": record.step, "bits_per_byte": values["eval_loss"] / math.log(2)})
 
 
 def header(result: Result) -> str:
     """The lines before training: the text, the model, and how and where it runs."""
-    settings = result.settings
+    config = result.config
+    arithmetic = f"{config['dtype']} with experts in FP8" if config["fp8"] else config["dtype"]
     return (
         f"Text: Python's language reference, {result.train_bytes:,} bytes to train on and"
         f" {result.held_out_bytes:,} held out\n"
-        f"Model: {settings.layers} layers, top {settings.topk} of {settings.experts} experts;"
+        f"Model: {config['layers']} layers, top {config['topk']} of {config['experts']} experts;"
         f" {result.parameters:,} parameters, of which {result.active_parameters:,} act on a byte\n"
-        f"Grouped GEMM: implementation {result.implementation}, {settings.arithmetic}, on {devices()[0].kind}"
+        f"Grouped GEMM: implementation {result.implementation}, {arithmetic}, on {devices()[0].kind}"
     )
+
+
+def progress_line(result: Result) -> str:
+    """The last measurements in one line."""
+    last = result.train[-1]
+    held_out = f" (held out {result.held_out[-1]['bits_per_byte']:.2f})" if result.held_out else ""
+    return f"{last['bits_per_byte']:.2f} bits/byte{held_out}, {last['tokens_per_second']:,.0f} tokens/s"
 
 
 def summary(result: Result) -> str:
@@ -38,8 +88,8 @@ def summary(result: Result) -> str:
 
 def show_details(result: Result) -> None:
     """Prints the load of each expert and the sample of text."""
-    experts = result.settings.experts
-    print(f"Expert load, % of the rows of a layer in the last steps (even: {1 / experts:.1%})")
+    experts = result.config["experts"]
+    print(f"Expert load, % of the rows of a layer in a batch (even: {1 / experts:.1%})")
     loads = [[layer, *(f"{100 * load:.1f}" for load in loads)] for layer, loads in enumerate(result.expert_load)]
     print_table(["layer", *map(str, range(experts))], loads)
     if result.sample:
@@ -49,7 +99,7 @@ def show_details(result: Result) -> None:
 def final_numbers(result: Result) -> dict:
     """The results after the last step that was recorded; None for what an interrupt left unmeasured."""
     steps = result.train[-1]["step"]
-    tokens = steps * result.settings.batch * result.settings.seq
+    tokens = steps * result.config["batch"] * result.config["seq"]
     return {
         "steps": steps,
         "train_bits_per_byte": result.train[-1]["bits_per_byte"],
@@ -62,8 +112,8 @@ def final_numbers(result: Result) -> dict:
 def as_json(result: Result) -> str:
     """The text of the JSON file."""
     content = dataclasses.asdict(result)
-    config, history = content.pop("settings"), {name: content.pop(name) for name in ("train", "held_out")}
-    content |= origin() | {"config": config, "final": final_numbers(result), "history": history}
+    history = {name: content.pop(name) for name in ("train", "held_out")}
+    content |= origin() | {"final": final_numbers(result), "history": history}
     return json.dumps(content, indent=2) + "\n"
 
 

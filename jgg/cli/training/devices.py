@@ -77,9 +77,9 @@ def split_of(args, num_experts: int) -> MoESharding | None:
     )
 
 
-def in_words(args) -> str:
+def in_words(args, sharding: MoESharding | None) -> str:
     """The devices of the run."""
-    count, kind = jax.device_count(), jax.devices()[0].device_kind
+    count, kind = 1 if sharding is None else jax.device_count(), jax.devices()[0].device_kind
     split = f", split {args.fsdp} (fsdp) x {args.expert} (expert)" if count > 1 else ""
     processes = f" of {jax.process_count()} processes" if jax.process_count() > 1 else ""
     return f"{count} x {kind}{processes}{split}"

@@ -111,7 +111,7 @@ def fit(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> tuple[Decoder
     """
     args, steps, last = run.args, run.steps, 0
     with enough_memory(_LESS_MEMORY):
-        trainer = _trainer_of(run, model, wrt)
+        trainer = trainer_of(run, model, wrt)
         try:
             for last in _told_steps(run, trainer):  # noqa: B007
                 pass
@@ -142,13 +142,13 @@ def _told_steps(run: Run, trainer: jgg.train.Trainer) -> Iterator[int]:
     with (
         run.log as log,
         progress(run.steps, is_quiet) as tell,
-        contextlib.closing(_records(run, trainer)) as records,
+        contextlib.closing(records(run, trainer)) as found,
     ):
-        for record in records:
+        for record in found:
             yield record.step
             if done == 0 and record.step > 1:
                 say(args, f"goes on from step {record.step - 1}, which --checkpoints {args.checkpoints} has")
-            values = _measured(run, record, trainer)
+            values = measured(run, record, trainer)
             say(args, in_words(record, values))
             if is_first():
                 log.write(record.step, values)
@@ -156,19 +156,21 @@ def _told_steps(run: Run, trainer: jgg.train.Trainer) -> Iterator[int]:
             done = record.step
 
 
-def _records(run: Run, trainer: jgg.train.Trainer) -> Any:
+def records(run: Run, trainer: jgg.train.Trainer) -> Any:
+    """Trains; yields the record of each step that is measured, see `Trainer.fit`."""
     args = run.args
     every = {args.log_every, args.eval_every} if run.data.held_out else {args.log_every}
     saving = {"checkpoints": args.checkpoints, "save_every": args.save_every}
     return trainer.fit(run.data.batches.of_step, run.steps, every=every, first=True, **saving)
 
 
-def _trainer_of(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> jgg.train.Trainer:
+def trainer_of(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> jgg.train.Trainer:
+    """What trains the variables of a type."""
     args, sharding = run.args, run.sharding
     shardings = None if sharding is None else jax.tree.map(lambda p: p.sharding, nnx.state(model, wrt))
     optimizer = optimizer_of(args, run.schedule, shardings)
     trained, total = (count_numbers(nnx.state(model, kind)) for kind in (wrt, nnx.Variable))
-    say(args, f"{trained:,} of {total:,} parameters are trained on {devices.in_words(args)}")
+    say(args, f"{trained:,} of {total:,} parameters are trained on {devices.in_words(args, sharding)}")
     return jgg.train.Trainer(
         model,
         jgg.train.float32_masters(optimizer) if wrt is nnx.Param else optimizer,
@@ -180,7 +182,7 @@ def _trainer_of(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> jgg.t
     )
 
 
-def _measured(run: Run, record: jgg.train.Record, trainer: jgg.train.Trainer) -> dict[str, float | None]:
+def measured(run: Run, record: jgg.train.Record, trainer: jgg.train.Trainer) -> dict[str, float | None]:
     """What a record says, by the names of the log, and now and then the loss of what is held out."""
     speed, data, args = record.speed, run.data, run.args
     values = {

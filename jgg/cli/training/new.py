@@ -2,6 +2,7 @@
 
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -24,7 +25,7 @@ def run(args) -> int:
         folder = _check(args)
         config = jgg.models.model_config(jgg.hf.read_config(folder))
         training = loop.prepare(args, args.tokenizer, folder, config)
-        model = _make(args, config, training.sharding)
+        model = make(args, config, training.sharding)
     model, code = loop.fit(training, model, nnx.Param)
     place = write_model(model, args.output, training.data.end_tokens)
     loop.say(args, f"wrote {place}")
@@ -47,7 +48,8 @@ def _check(args) -> Path:
     return folder
 
 
-def _make(args, config: jgg.models.ModelConfig, sharding: MoESharding | None) -> jgg.models.Decoder:
+def make(args, config: jgg.models.ModelConfig, sharding: MoESharding | None, **more: Any) -> jgg.models.Decoder:
+    """The model that options describe, with further arguments of `Decoder`."""
     # what is saved beside the model
     config = dataclasses.replace(config, left_out=LeftOut.of(args.tokenizer, ()))
     return jgg.models.Decoder(
@@ -57,4 +59,5 @@ def _make(args, config: jgg.models.ModelConfig, sharding: MoESharding | None) ->
         quantization=jgg.Fp8() if args.fp8 else None,
         sharding=sharding,
         rngs=nnx.Rngs(args.seed),
+        **more,
     )
