@@ -17,7 +17,7 @@ from pathlib import Path
 from benchmarks.peers import PEERS, measure_best
 from jgg.cli import bench, options
 from jgg.cli import run as run_command
-from jgg.cli.arguments import add_prefix
+from jgg.cli.arguments import prefix
 from jgg.cli.bench import DENSE, Measure, Row, in_one_way, plan_of
 from jgg.cli.commands import Bench
 from jgg.cli.console import print_table
@@ -38,7 +38,8 @@ def make_parser() -> argparse.ArgumentParser:
     add_options(parser, Bench)
     what = f"all, none or a comma list of {', '.join(PEERS)}; bfloat16 is beside fp8 (default: %(default)s)"
     parser.add_argument("--peers", default="all", metavar="LIST", help=what)
-    add_prefix(parser, "jgg-gemms")
+    what = "how the names of the written files begin (default: %(default)s)"
+    parser.add_argument("--out", type=prefix, default="jgg-gemms", metavar="PREFIX", help=what)
     parser.set_defaults(parser=parser)
     return parser
 

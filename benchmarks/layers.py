@@ -34,7 +34,7 @@ from benchmarks.layer_roofline import dense_times, least_layer_seconds, parts_of
 from benchmarks.memory import Memory
 from jgg.cli import options
 from jgg.cli import run as run_command
-from jgg.cli.arguments import add_prefix
+from jgg.cli.arguments import prefix
 from jgg.cli.commands import Bench, Products
 from jgg.cli.console import progress
 from jgg.cli.declarations import add_options, changed
@@ -124,7 +124,8 @@ def make_parser() -> argparse.ArgumentParser:
         "python -m benchmarks.layers", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser, _Options, *(name for name in _Options.declared() if name not in ("op", "groups")))
-    add_prefix(parser, "jgg-layers")
+    what = "how the names of the written files begin (default: %(default)s)"
+    parser.add_argument("--out", type=prefix, default="jgg-layers", metavar="PREFIX", help=what)
     what = f"all, none or a comma list of {', '.join(LAYER_PEERS)}, not with fp8 (default: %(default)s)"
     parser.add_argument("--peers", default="none", metavar="LIST", help=what)
     parser.set_defaults(parser=parser)

@@ -22,7 +22,7 @@ from benchmarks.sent import bytes_of_ragged_exchange, bytes_sent
 from benchmarks.strategies import FAMILIES, Strategy, choose_strategies, powers_of_two
 from jgg.cli import options
 from jgg.cli import run as run_command
-from jgg.cli.arguments import add_prefix, positive_float, positive_int
+from jgg.cli.arguments import positive_float, positive_int, prefix
 from jgg.cli.commands import Bench
 from jgg.cli.console import print_table, progress
 from jgg.cli.declarations import add_options, changed
@@ -92,7 +92,8 @@ def make_parser() -> argparse.ArgumentParser:
         "python -m benchmarks.scale", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser, _Options, "layer", "shapes", "dtype", "json")
-    add_prefix(parser, "jgg-scale")
+    what = "how the names of the written files begin (default: %(default)s)"
+    parser.add_argument("--out", type=prefix, default="jgg-scale", metavar="PREFIX", help=what)
     parser.add_argument("--tokens", type=positive_int, help="tokens of each device (default: the layer's)")
     parser.add_argument("--devices", type=positive_int, help="the largest number of devices (default: all)")
     what = f"strategies to measure, a comma list of {', '.join(FAMILIES)} (default: all)"

@@ -65,12 +65,6 @@ def prefix(text: str) -> str:
     return text
 
 
-def add_prefix(parser: argparse.ArgumentParser, default: str) -> None:
-    """Declares --out, the prefix of several files."""
-    what = "how the names of the written files begin (default: %(default)s)"
-    parser.add_argument("--out", type=prefix, default=default, metavar="PREFIX", help=what)
-
-
 def new_file(text: str) -> pathlib.Path:
     """Argument type: a file to write, in a folder that exists and takes files."""
     path = pathlib.Path(prefix(text))
