@@ -25,6 +25,7 @@ from jgg.cli.files import Target, check_files, check_new, check_results
 from jgg.cli.output import Output
 from jgg.cli.training import loop, new
 from jgg.cli.training.data import data_of
+from jgg.core.choices import OF_EXPERTS
 from jgg.core.files import fill, replace_text
 from jgg.core.quantized import count_numbers
 from jgg.hf.checkpoints import read_config
@@ -104,7 +105,7 @@ def _prepare(args: Demo, folder: Path) -> tuple[loop.Run, jgg.models.Decoder]:
 def _result_of(args: Demo, model: jgg.models.Decoder) -> report.Result:
     """What is known before training."""
     parameters = count_numbers(nnx.state(model, nnx.Param))
-    of_experts = model.layers.moe.w_gate_up.size + model.layers.moe.w_down.size
+    of_experts = sum(getattr(model.layers.moe, name).size for name in OF_EXPERTS)
     return report.Result(
         config=args.noted(),
         implementation=args.implementation or info.assess(info.gather())["implementation"],
