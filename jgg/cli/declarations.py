@@ -12,11 +12,12 @@ _SITE = "https://jgg-project.github.io/jgg/latest"
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """What is said of an option beside its name, its type in Python and its default.
+    """What is said of an option beside its name and its type in Python.
 
     Attributes:
       group: the heading of --help that it stands under.
       what: its meaning.
+      default: its value where it is not given; REQUIRED if it must be.
       settings: further arguments of `add_argument`.
       shown: its default in words; None for the default itself.
       is_place: whether it is known by its place on the command line, not by its name.
@@ -27,9 +28,10 @@ class Declaration:
       is_exclusive: whether at most one of these may be given.
     """
 
-    group: str
-    what: str
-    settings: Mapping[str, Any]
+    group: str = ""
+    what: str = ""
+    default: Any = None
+    settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shown: str | None = None
     is_place: bool = False
     is_read: bool = False
@@ -47,11 +49,11 @@ class Declaration:
         """The option as a command line has it."""
         return self.settings["metavar"] if self.is_place else f"--{name.replace('_', '-')}"
 
-    def help(self, default: Any) -> str:
+    def help(self) -> str:
         """The meaning and the default."""
         shown = self.shown
-        if shown is None and default is not None and default is not REQUIRED and self.action != "store_true":
-            shown = default
+        if shown is None and self.default is not REQUIRED and self.action != "store_true":
+            shown = self.default
         return (self.what if shown is None else f"{self.what} (default: {shown})").replace("%", "%%")
 
 
@@ -62,7 +64,8 @@ def option(
 
     `settings` are other attributes of `Declaration`, and arguments of `add_argument`.
     """
-    return _field(default, _OF_NONE, group=group, what=what, **settings, **{} if kind is None else {"type": kind})
+    settings |= {"group": group, "what": what, "default": default} | ({} if kind is None else {"type": kind})
+    return _field(Declaration(), **settings)
 
 
 def flag(group: str, what: str, default: bool = False, **settings: Any) -> Any:
@@ -78,16 +81,13 @@ def switch(group: str, what: str, **settings: Any) -> Any:
 def changed(options: type, name: str, **changes: Any) -> Any:
     """A field like that of other options, with another default or other settings."""
     (field,) = (field for field in dataclasses.fields(options) if field.name == name)
-    return _field(changes.pop("default", field.default), field.metadata["option"], **changes)
+    return _field(field.metadata["option"], **changes)
 
 
-def _field(default: Any, base: Declaration, **changes: Any) -> Any:
+def _field(base: Declaration, **changes: Any) -> Any:
     own = {name: changes.pop(name) for name in vars(base).keys() & changes.keys()}
     declaration = dataclasses.replace(base, settings={**base.settings, **changes}, **own)
-    return dataclasses.field(default=default, metadata={"option": declaration})
-
-
-_OF_NONE = Declaration("", "", {})
+    return dataclasses.field(default=declaration.default, metadata={"option": declaration})
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -109,13 +109,10 @@ class Options:
     parser: Any = dataclasses.field(init=False, default=None, repr=False, compare=False)
 
     @classmethod
-    def declared(cls) -> dict[str, tuple[Declaration, Any]]:
-        """The declaration and the default of each option, by its name."""
-        return {
-            field.name: (field.metadata["option"], field.default)
-            for field in dataclasses.fields(cls)
-            if "option" in field.metadata
-        }
+    def declared(cls) -> dict[str, Declaration]:
+        """The declaration of each option, by its name."""
+        fields = dataclasses.fields(cls)
+        return {field.name: field.metadata["option"] for field in fields if "option" in field.metadata}
 
     @classmethod
     def epilog(cls) -> str:
@@ -129,16 +126,15 @@ class Options:
 
     def reads(self) -> Iterator[tuple[str, Path]]:
         """What the command reads, each with its option."""
-        for name, (declaration, _) in self.declared().items():
-            value = getattr(self, name) if declaration.is_read else None
+        for name, option in self.declared().items():
+            value = getattr(self, name) if option.is_read else None
             for each in value if isinstance(value, list) else [] if value is None else [value]:
-                yield declaration.flag(name), Path(each)
+                yield option.flag(name), Path(each)
 
     def noted(self) -> dict[str, Any]:
         """What the notes of a run have, with full paths."""
-        values = {name: getattr(self, name) for name, (each, _) in self.declared().items() if each.is_noted}
-        read = {name for name, (each, _) in self.declared().items() if each.is_read}
-        return {name: _whole(value, name in read) for name, value in values.items()}
+        noted = {name: option for name, option in self.declared().items() if option.is_noted}
+        return {name: _whole(getattr(self, name), option.is_read) for name, option in noted.items()}
 
 
 def _whole(value: Any, is_read: bool) -> Any:
@@ -156,7 +152,7 @@ def add_options(parser: argparse.ArgumentParser, options: type[Options], *names:
     They have no defaults if the parser's `argument_default` suppresses them.
     """
     groups: dict[str | None, Any] = {}
-    for name, (each, default) in options.declared().items():
+    for name, each in options.declared().items():
         if names and name not in names:
             continue
         if each.group not in groups:
@@ -166,9 +162,9 @@ def add_options(parser: argparse.ArgumentParser, options: type[Options], *names:
             if each.alternative not in groups:
                 groups[each.alternative] = group.add_mutually_exclusive_group()
             group = groups[each.alternative]
-        settings = {**each.settings, "help": each.help(default)}
+        settings = {**each.settings, "help": each.help()}
         if each.is_place:
             settings["nargs"] = "?"
         if parser.argument_default is not argparse.SUPPRESS:
-            settings["default"] = None if default is REQUIRED else default
+            settings["default"] = None if each.default is REQUIRED else each.default
         group.add_argument(name if each.is_place else each.flag(name), **settings)

@@ -48,13 +48,12 @@ def parse(arguments: Sequence[str]) -> Any:
     declared, values = COMMANDS[command].declared(), given
     if "config" in given:
         # one on the command line takes the place of all that stand for it in the file
-        replaced = {declared[name][0].alternative for name in given} - {None}
+        replaced = {declared[name].alternative for name in given} - {None}
         read = _options_in(given["config"], parser, COMMANDS[command])
-        kept = {name: value for name, value in read.items() if declared[name][0].alternative not in replaced}
+        kept = {name: value for name, value in read.items() if declared[name].alternative not in replaced}
         values = kept | given
-    missing = [
-        each.flag(name) for name, (each, default) in declared.items() if default is REQUIRED and name not in values
-    ]
+    needed = {name: each for name, each in declared.items() if each.default is REQUIRED}
+    missing = [each.flag(name) for name, each in needed.items() if name not in values]
     if missing:
         parser.error(f"the following arguments are required: {', '.join(missing)}")
     options = COMMANDS[command](**values)
@@ -72,7 +71,7 @@ def _options_in(path: str, parser: Parser, options: type[Options]) -> dict[str, 
 
 def _arguments_in(path: str, parser: Parser, options: type[Options]) -> Iterator[str]:
     """The command line that a file stands for. Its tables, which say more of a run, are no options."""
-    declared = {name: each for name, (each, _) in options.declared().items() if name != "config"}
+    declared = {name: each for name, each in options.declared().items() if name != "config"}
     read = _read(path, parser)
     content = {key.replace("-", "_"): (key, value) for key, value in read.items()}
     twice = next((key for key in read if key != content[key.replace("-", "_")][0]), None)

@@ -37,16 +37,16 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_defaults():
     assert (args.model, args.steps, args.packing, args.targets) == ("other", 7, True, ["w_o"])
 
 
-def arguments_of(name, option, default):
+def arguments_of(name, option):
     """A command line with a value of an option that is not its default."""
     flag = option.flag(name)
     if option.action is argparse.BooleanOptionalAction:
-        return [f"--no-{flag.removeprefix('--')}" if default else flag]
+        return [f"--no-{flag.removeprefix('--')}" if option.default else flag]
     if option.action == "store_true":
         return [flag]
     for value in (*reversed(option.settings.get("choices", ())), "3", "0.25", "x"):
         try:
-            is_other = option.settings.get("type", str)(value) != default
+            is_other = option.settings.get("type", str)(value) != option.default
         except argparse.ArgumentTypeError:
             continue
         if is_other:
@@ -58,8 +58,8 @@ def arguments_of(name, option, default):
 def test_each_option_of_a_command_may_stand_in_a_file(command, folder):
     left_out = {"config", "prompt_file"}  # the last is not given with --prompt
     known = {name: each for name, each in COMMANDS[command].declared().items() if name not in left_out}
-    wanted = vars(parse([command, *itertools.chain(*(arguments_of(name, *each) for name, each in known.items()))]))
-    assert all(wanted[name] != default for name, (_, default) in known.items())
+    wanted = vars(parse([command, *itertools.chain(*(arguments_of(name, each) for name, each in known.items()))]))
+    assert all(wanted[name] != each.default for name, each in known.items())
     runs.note_run(folder / "own.toml", {name: wanted[name] for name in known}, {})
     assert known.keys() == tomllib.loads((folder / "own.toml").read_text()).keys() - {"noted"}
     found = vars(parse([command, "--config", "own.toml"]))

@@ -37,7 +37,7 @@ def run(*arguments):
 
 
 def option(command, name):
-    return COMMANDS[command].declared()[name][0]
+    return COMMANDS[command].declared()[name]
 
 
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-h"], *([name, "--help"] for name in COMMANDS)], ids=" ".join)
@@ -91,7 +91,7 @@ def options_of(kind):
     return [
         (command, each.flag(name))
         for command, options in COMMANDS.items()
-        for name, (each, _) in options.declared().items()
+        for name, each in options.declared().items()
         if each.settings.get("type") is kind
     ]
 

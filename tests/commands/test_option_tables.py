@@ -27,8 +27,9 @@ def table(page):
     return shown
 
 
-def words_of(option, default):
+def words_of(option):
     """What a table shows as a default; nothing where the words depend on the option."""
+    default = option.default
     if default is True or default is None or default is REQUIRED:
         return option.shown or ""
     if default is False:
@@ -42,6 +43,6 @@ def test_a_table_has_each_option_and_its_default(command):
     own, declared = table(page), COMMANDS[command].declared()
     assert own.keys() <= declared.keys()
     known = own.keys() | IN_PROSE[command] | {name for other in ELSEWHERE.get(command, ()) for name in table(other)}
-    assert known >= {name for name, (option, _) in declared.items() if not option.is_place}
+    assert known >= {name for name, option in declared.items() if not option.is_place}
     for name in own.keys() - {"targets"}:
-        assert words_of(*declared[name]) in own[name], name
+        assert words_of(declared[name]) in own[name], name

@@ -90,7 +90,7 @@ def note(args, steps: int, digest: str, date: datetime.date) -> None:
     """
     settings = args.noted()
     # its steps and the content of its data are noted
-    free = {name for name, (each, _) in args.declared().items() if each.may_change}
+    free = {name for name, each in args.declared().items() if each.may_change}
     noted = {"steps": steps, "data": digest, "date": date.isoformat()}
     places = [beside(args.output, ".toml")]
     if args.checkpoints is not None:
