@@ -1,6 +1,7 @@
 """Compiled kernels: several at a time, and kept in a folder, from which some are never taken."""
 
 import importlib
+import os
 import resource
 import sys
 import threading
@@ -23,7 +24,7 @@ from jgg.launching.compile_ahead import AheadCompiler, Noted  # noqa: E402
 from jgg.launching.interpret import InterpreterLock  # noqa: E402
 from jgg.launching.launch import Launch  # noqa: E402
 from jgg.primitives.operation import Operation  # noqa: E402
-from tests.support import processes  # noqa: E402
+from tests.support import processes, workers  # noqa: E402
 
 HAS_GLUON_KERNEL = unlike(WARP_SPECIALIZED) is None
 needs_gluon = pytest.mark.skipif(not HAS_GLUON_KERNEL, reason=f"{unlike(WARP_SPECIALIZED)}")
@@ -292,3 +293,15 @@ print("lowered")
 def test_threads_may_compile_the_first_kernels_of_a_process():
     """Triton's modules import each other: a thread once imported one that another had not completed."""
     assert processes.printed(processes.start("-c", THREADS, JAX_PLATFORMS="cpu")) == "lowered\n"
+
+
+def test_the_programs_of_tests_that_were_read_last_are_kept(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    folder = workers.kept_programs()
+    for name, read in (("a", 3), ("b", 1), ("c", 2)):
+        (folder / name).write_bytes(bytes(8192))
+        os.utime(folder / name, (read, 0))
+    workers.remove_oldest(folder.parent, 16384)
+    assert sorted(path.name for path in folder.iterdir()) == ["a", "c"]
+    monkeypatch.setenv("XLA_FLAGS", "--other")
+    assert workers.kept_programs() != folder

@@ -1,21 +1,28 @@
 """How tests are divided among workers, and a GPU's memory among those: the first ones run all large tests."""
 
-import atexit
+import contextlib
 import functools
+import hashlib
 import json
 import os
-import shutil
+import platform
+import stat
 import subprocess
 import tempfile
 from pathlib import Path
 
 import jax
+import jaxlib
 from xdist.scheduler import LoadGroupScheduling
+
+from jgg.core.files import cache_folder
 
 # GiB of a GPU: what CUDA and the compiled kernels take, and the arrays of a worker that runs no large tests
 CONTEXT, ARRAYS = 1.0, 2.0
 # GiB of arrays of the workers that do, gw0 and gw1: what fits of these
 LARGE_ARRAYS = ((56.0, 24.0), (56.0,), (24.0,), ())
+# bytes of compiled programs that are kept; one run of all tests makes about 80 MB of them
+MOST_PROGRAMS = 500 * 2**20
 # workers inherit the name from the process that starts them
 _GROUPS = Path(os.environ.setdefault("JGG_TEST_GROUPS", f"{tempfile.gettempdir()}/jgg-test-groups-{os.getpid()}.json"))
 
@@ -74,16 +81,14 @@ def compile_quickly() -> None:
 
 
 def share_programs() -> None:
-    """Has the processes of a run on a CPU compile briefly and share it, in a folder that the first of them removes.
+    """Has the processes of runs on a CPU compile briefly and keep what they compiled, in the user's cache folder.
 
-    A folder that JGG_TEST_PROGRAMS names is kept for later runs.
+    JGG_TEST_PROGRAMS names another folder.
     """
     if jax.config.jax_platforms != "cpu":
         return
     if "JGG_TEST_PROGRAMS" not in os.environ:
-        folder = tempfile.mkdtemp(prefix="jgg-test-programs-")
-        atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        os.environ["JGG_TEST_PROGRAMS"] = folder
+        os.environ["JGG_TEST_PROGRAMS"] = str(kept_programs())
     options = {
         "jax_compilation_cache_dir": os.path.abspath(os.environ["JGG_TEST_PROGRAMS"]),
         "jax_persistent_cache_min_compile_time_secs": 0,
@@ -93,6 +98,46 @@ def share_programs() -> None:
     for name, value in options.items():
         jax.config.update(name, value)
         os.environ[name.upper()] = str(value)  # for the programs that tests run
+
+
+def kept_programs() -> Path:
+    """The folder of the programs of this jaxlib, processor and XLA_FLAGS, once old programs of all have been removed.
+
+    Runs may share it: JAX compiles again what it cannot read.
+    """
+    folder = (cache_folder() or Path(tempfile.gettempdir(), "jgg")) / "test-programs"
+    processor = _instructions() or f"{platform.machine()} {platform.processor()}"
+    key = repr((jaxlib.__version__, processor, os.environ.get("XLA_FLAGS", "")))
+    programs = folder / hashlib.sha256(key.encode()).hexdigest()[:16]
+    programs.mkdir(parents=True, exist_ok=True)
+    remove_oldest(folder)
+    return programs
+
+
+def _instructions():
+    """What Linux says that the processor can do."""
+    with contextlib.suppress(OSError, StopIteration):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    return None
+
+
+def remove_oldest(folder: Path, most: int = MOST_PROGRAMS) -> None:
+    """Leaves the files below the folder that were read last, as far as they fit into so many bytes.
+
+    A file system that does not note when files are read leaves those that were written last.
+    """
+    files = []
+    for path in folder.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):  # another run has removed it
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                files.append((max(status.st_atime, status.st_mtime), status.st_blocks * 512, path))
+    total = 0
+    for _, size, path in sorted(files, reverse=True):
+        total += size
+        if total > most:
+            path.unlink(missing_ok=True)
 
 
 def drop_programs() -> None:
