@@ -39,7 +39,7 @@ help:
 	@echo 'make test-all  run the sweeps too: more kinds of GPU and models, plain JAX'
 	@echo 'make test-gpu  run only the tests that need a GPU'
 	@echo 'make test-benchmarks  run the tests of benchmarks/, as a workflow does every night'
-	@echo 'make test-oldest    run a few with the oldest versions of Python, JAX, Triton and Flax, as CI does'
+	@echo 'make test-oldest    run a few with the oldest versions of Python, JAX, Triton and Flax, as before a release'
 	@echo 'make test-versions  run many with the oldest, middle and newest versions, and print a table'
 	@echo 'make sanitize  run the kernels under compute-sanitizer, TOOLS=memcheck,initcheck,racecheck or some of these'
 	@echo 'make lint      check style, formatting and types'
