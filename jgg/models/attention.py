@@ -76,6 +76,18 @@ class Place(NamedTuple):
         """Whether tokens may be before these in the cache."""
         return self.start is not None and not (isinstance(self.start, int) and self.start == 0)
 
+    def starts(self, shape: tuple[int, int], chunk: int | None = None) -> jax.Array | None:
+        """Where the segment of each of the tokens [B, S], or its chunk of a segment, begins; None if all begin at 0.
+
+        The tokens attend to each other alone.
+        """
+        length = shape[1]
+        chunk = None if chunk is None or length <= chunk else chunk
+        if chunk is None and self.segments is None:
+            return None
+        positions = self.positions if chunk is None else self.positions % chunk
+        return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None] - positions, shape)
+
     def is_token(self, length: int) -> jax.Array | None:
         """Whether each of so many places has a token of its sequence, bool [B, S]; None if all have."""
         if self.lengths is None:
@@ -111,15 +123,9 @@ class Attention(nnx.Module):
         """
         q, k, v, gate = self._heads(x, place)
         if place.measures:
+            starts = place.starts(x.shape[:2], self.own.chunk)
             largest = max_logits(
-                q,
-                k,
-                scale=self.own.scale,
-                positions=place.positions,
-                window=place.window,
-                is_local=place.is_local,
-                chunk=self.own.chunk,
-                segments=place.segments,
+                q, k, scale=self.own.scale, starts=starts, window=place.window, is_local=place.is_local
             )
             self.sow(nnx.Intermediate, "max_logits", largest)
         is_token = place.is_token(x.shape[1])
@@ -189,16 +195,11 @@ class Attention(nnx.Module):
         """The result for all tokens of sequences or segments, [B, S, heads, D]."""
         sinks = self.sinks[...] if self.own.use_sinks else None
         how = how_of_rows(self.options.dense_implementation) if self.options.batch_invariant else None
-        scale, window, is_local, segments = self.own.scale, place.window, place.is_local, place.segments
-        positions = jnp.broadcast_to(place.positions, q.shape[:2])
-        if self.own.chunk is not None and q.shape[1] > self.own.chunk:  # each chunk is a segment
-            positions %= self.own.chunk
-            segments = jnp.cumsum(positions == 0, axis=1, dtype=jnp.int32)
+        scale, window, is_local = self.own.scale, place.window, place.is_local
+        starts = place.starts(q.shape[:2], self.own.chunk)
         if how is None:
-            return attend(q, k, v, scale=scale, window=window, is_local=is_local, segments=segments, sinks=sinks)
-        starts = None if segments is None else jnp.arange(q.shape[1], dtype=jnp.int32)[None] - positions
-        tokens = Tokens(q, k, v, is_local, segments, starts, sinks)
-        return attend_in_steps(how, tokens, scale=scale, window=window)
+            return attend(q, k, v, scale=scale, window=window, is_local=is_local, starts=starts, sinks=sinks)
+        return attend_in_steps(how, Tokens(q, k, v, is_local, starts, sinks), scale=scale, window=window)
 
     def _attend_to_those_before(self, q: jax.Array, place: Place, cache: Cache) -> jax.Array:
         """The result for tokens that are in the cache, at place.start and after it, [B, S, heads, D]."""

@@ -21,13 +21,13 @@ from jgg.core.gpu_target import current_target
 from jgg.core.mixers import LatentConfig
 from jgg.extend import How
 from jgg.models.attend import attend
-from jgg.models.attend_plain import attend_plain
 from jgg.models.attention import PROJECTIONS, Place
 from jgg.models.config import ModelConfig
 from jgg.models.max_logits import max_logits
 from jgg.models.norms import norm
 from jgg.models.operations.attend_latents import ATTEND_LATENTS, AttendLatents
 from jgg.models.operations.attend_one import written
+from jgg.models.operations.attend_plain import Mask, attend_in_blocks
 from jgg.models.parts import Options, linear, linear_several, matrix_of, set_params
 from jgg.models.rotary import halves_first, rotated
 
@@ -75,11 +75,10 @@ class Latent(nnx.Module):
             attended = self._attend_to_cache(q, place, cache)
         else:
             k, v = self._keys_and_values(latents, place)
+            starts = place.starts(x.shape[:2])
             if place.measures:
-                scale, positions = self.own.scale, place.positions
-                largest = max_logits(q, k, scale=scale, positions=positions, segments=place.segments)
-                self.sow(nnx.Intermediate, "max_logits", largest)
-            attended = attend(q, k, v, scale=self.own.scale, segments=place.segments)
+                self.sow(nnx.Intermediate, "max_logits", max_logits(q, k, scale=self.own.scale, starts=starts))
+            attended = attend(q, k, v, scale=self.own.scale, starts=starts)
         attended = attended.reshape(*x.shape[:2], self.own.num_heads * self.own.value_features)
         return linear(self, attended, "o", self.options, place.adapters), cache
 
@@ -130,7 +129,7 @@ class Latent(nnx.Module):
             summed = ATTEND_LATENTS(how, operands, scale=own.scale, rank=own.kv_rank)[:, None]
         else:
             latents = cache.latents[place.layer]  # [B, C, 1, kv_rank + rotated]
-            summed = attend_plain(q, latents, latents, positions=place.positions, scale=own.scale)[..., : own.kv_rank]
+            summed = attend_in_blocks(q, latents, latents, Mask(place.positions), None, own.scale)[..., : own.kv_rank]
         return self._times_w_v(summed, place)
 
     def _times_w_k(self, q: jax.Array, place: Place) -> jax.Array:

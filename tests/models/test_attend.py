@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from jgg.models import attend as attend_module
-from jgg.models import attend_plain
-from jgg.models.attend import attend
+from jgg.models import flash
+from jgg.models.attend import Way, attend, choose
+from jgg.models.operations import attend_plain
 from tests.support.closeness import largest_error
 
 B, S, HEADS, KV_HEADS, D, SCALE = 2, 48, 4, 2, 16, 0.25
@@ -52,6 +53,13 @@ def inputs(has_sinks):
     return (q, k, v, sinks if has_sinks else None), dy
 
 
+def arguments(options):
+    """Those of `attend` for options of `by_definition`."""
+    window, is_local, segments = (options.get(name) for name in ("window", "is_local", "segments"))
+    starts = None if segments is None else jnp.asarray([np.searchsorted(row, row) for row in segments], jnp.int32)
+    return {"window": window, "is_local": None if is_local is None else jnp.asarray(is_local), "starts": starts}
+
+
 def with_gradients(function, arrays, dy):
     y, pull_back = jax.vjp(function, *arrays)
     return y, *pull_back(dy.astype(y.dtype))
@@ -63,8 +71,7 @@ def check(name, dtype, tolerance):
     want = with_gradients(functools.partial(by_definition, **options), arrays, dy)
 
     def run(q, k, v, sinks):
-        given = {key: jnp.asarray(value) for key, value in options.items() if key != "window"}
-        return attend(q, k, v, scale=SCALE, sinks=sinks, window=options.get("window"), **given)
+        return attend(q, k, v, scale=SCALE, sinks=sinks, **arguments(options))
 
     q, k, v, sinks = arrays
     got = jax.jit(functools.partial(with_gradients, run))((*(a.astype(dtype) for a in (q, k, v)), sinks), dy)
@@ -84,8 +91,8 @@ def test_long_sequences_attend_by_blocks_of_queries(name, monkeypatch):
     """The last block is not full; each block of queries has the keys before its end alone."""
     monkeypatch.setattr(attend_plain, "_MOST_LOGITS", 1000)
     monkeypatch.setattr(attend_plain, "_LEAST_QUERIES", 7)
-    monkeypatch.setattr(attend_module, "_PLAIN_QUERIES", 18)
-    monkeypatch.setattr(attend_module, "dot_product_attention", None)
+    monkeypatch.setattr(attend_module, "_QUERIES", 18)
+    monkeypatch.setattr(attend_module, "attend_by_mask", None)
     check(name, jnp.float32, 1e-5)
 
 
@@ -95,6 +102,41 @@ def test_a_long_sequence_has_no_matrix_of_all_pairs():
     run = jax.grad(lambda q, k, v: attend(q, k, v, scale=0.1).astype(jnp.float32).sum(), (0, 1, 2))
     memory = jax.jit(run).lower(*shapes).compile().memory_analysis()
     assert memory.temp_size_in_bytes < 0.75 * 16 * 4096**2 * 4  # of the logits in float32
+
+
+@pytest.mark.parametrize(
+    ("gpu", "dtype", "features", "length", "window", "has_segments", "way"),
+    [
+        (None, "bfloat16", 64, 512, None, False, Way.WHOLE),
+        (None, "float32", 64, 4096, 128, True, Way.BLOCKS),
+        (90, "bfloat16", 64, 511, None, False, Way.FLASH),
+        (90, "bfloat16", 64, 511, None, True, Way.WHOLE),
+        (90, "bfloat16", 64, 511, 128, True, Way.FLASH),
+        (90, "float16", 64, 8192, 127, False, Way.BLOCKS),
+        (90, "float32", 64, 512, None, False, Way.WHOLE),
+        (90, "bfloat16", 20, 512, None, False, Way.WHOLE),
+        (90, "bfloat16", 256, 512, None, False, Way.FLASH),
+        (90, "bfloat16", 264, 512, None, False, Way.WHOLE),
+        (80, "bfloat16", 128, 512, None, False, Way.FLASH),
+        (80, "bfloat16", 136, 512, None, False, Way.WHOLE),
+        (0, "bfloat16", 136, 4096, None, False, Way.BLOCKS),
+        (90, "bfloat16", 64, 0, None, False, Way.WHOLE),
+    ],
+)
+def test_the_way_is_chosen_by_arrays_and_gpu(gpu, dtype, features, length, window, has_segments, way):
+    q = jax.ShapeDtypeStruct((2, length, HEADS, features), dtype)
+    assert choose(q, q, window, has_segments=has_segments, gpu=gpu) is way
+
+
+def test_the_larger_of_queries_and_values_chooses_the_way():
+    q, v = (jax.ShapeDtypeStruct((2, 512, HEADS, features), "bfloat16") for features in (64, 264))
+    assert choose(q, v, None, has_segments=False, gpu=90) is choose(v, q, None, has_segments=False, gpu=90) is Way.WHOLE
+
+
+def test_a_jax_without_the_primitives_attends_in_plain_jax(monkeypatch):
+    monkeypatch.setattr(flash, "_jax", None)
+    q = jax.ShapeDtypeStruct((2, 512, HEADS, 64), "bfloat16")
+    assert choose(q, q, None, has_segments=False, gpu=90) is Way.WHOLE
 
 
 @pytest.mark.parametrize("features", [6, 20])
@@ -164,7 +206,6 @@ def test_heads_of_many_features_on_a_gpu(features, of_values):
 def test_a_gpu_runs_flash_attention(name):
     options = dict(OPTIONS[name])
     (q, k, v, sinks), _ = inputs(options.pop("sinks", False))
-    given = {key: jnp.asarray(value) for key, value in options.items() if key != "window"}
-    run = functools.partial(attend, scale=SCALE, sinks=sinks, window=options.get("window"), **given)
+    run = functools.partial(attend, scale=SCALE, sinks=sinks, **arguments(options))
     text = jax.jit(run).lower(*(array.astype(jnp.bfloat16) for array in (q, k, v))).as_text()
     assert "__cudnn$fmha" in text and "dot_general" not in text

@@ -10,10 +10,10 @@ import pytest
 import jgg
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
-from jgg.models import attend, attention, flash
+from jgg.models import attention, flash
 from jgg.models.attend_in_steps import Tokens, attend_in_steps
 from jgg.models.rotary import rotations
-from tests.models.test_attend import OPTIONS, SCALE, by_definition, inputs, with_gradients
+from tests.models.test_attend import OPTIONS, SCALE, arguments, by_definition, inputs, with_gradients
 from tests.models.test_flash import (
     BACKWARD_CALLS,
     CALLS,
@@ -32,14 +32,11 @@ def check(name, implementation, dtype=jnp.float32, tolerance=1e-5):
     options = dict(OPTIONS[name])
     arrays, dy = inputs(options.pop("sinks", False))
     want = with_gradients(functools.partial(by_definition, **options), arrays, dy)
-    segments, is_local = (None if options.get(n) is None else jnp.asarray(options[n]) for n in ("segments", "is_local"))
-    starts = None
-    if segments is not None:
-        starts = jnp.asarray([np.searchsorted(each, each) for each in np.asarray(segments)], jnp.int32)
+    window, is_local, starts = arguments(options).values()
 
     def run(q, k, v, sinks):
-        tokens = Tokens(q, k, v, is_local, segments, starts, sinks)
-        return attend_in_steps(How(implementation, current_target()), tokens, scale=SCALE, window=options.get("window"))
+        tokens = Tokens(q, k, v, is_local, starts, sinks)
+        return attend_in_steps(How(implementation, current_target()), tokens, scale=SCALE, window=window)
 
     q, k, v, sinks = arrays
     got = jax.jit(functools.partial(with_gradients, run))((*(a.astype(dtype) for a in (q, k, v)), sinks), dy)
@@ -58,7 +55,7 @@ def test_gradients_by_cudnn(name, stand_in):  # noqa: F811
 
 
 def test_gradients_by_cudnn_of_blocks_of_queries(stand_in, monkeypatch):  # noqa: F811
-    monkeypatch.setattr(attend, "_QUERIES", 20)
+    monkeypatch.setattr(flash, "_QUERIES", 20)
     check("segments with sinks", "xla")
 
 
@@ -124,7 +121,7 @@ def test_what_remat_keeps_decides_whether_a_gpu_attends_again(policy, count, as_
     def loss(q, k, v):
         run = functools.partial(attend_in_steps, How("triton", current_target()), scale=SCALE, window=12)
         run = jax.checkpoint(run, policy=jax.checkpoint_policies.save_only_these_names(*names))
-        return run(Tokens(q, k, v, jnp.asarray(True), None, None, sinks)).astype(jnp.float32).sum()
+        return run(Tokens(q, k, v, jnp.asarray(True), None, sinks)).astype(jnp.float32).sum()
 
     with jgg.target(90):
         text = lowered_for_cuda(jax.value_and_grad(loss, (0, 1, 2)), q, k, v)

@@ -12,8 +12,8 @@ from jax._src.ad_checkpoint import saved_residuals  # jax.ad_checkpoint only pri
 
 import jgg
 import jgg.models
-from jgg.models import attend, cudnn, flash
-from tests.models.test_attend import OPTIONS, by_definition, check, inputs, with_gradients
+from jgg.models import attend, attend_in_steps, flash
+from tests.models.test_attend import OPTIONS, arguments, by_definition, check, inputs, with_gradients
 from tests.support.closeness import largest_error
 from tests.support.models import config_of
 
@@ -25,20 +25,24 @@ def _logits(q, k, bias, scale):
     return jnp.where(np.tri(q.shape[1], dtype=bool), logits, -jnp.inf) if bias is None else logits + bias
 
 
-def forward(q, k, v, bias, scale):
-    logits = _logits(q, k, bias, scale)
+def forward(q, k, v, bias, *_, scale, is_training, **__):
+    """The first primitive."""
+    assert is_training
+    logits = _logits(q, k, bias if bias.size else None, scale)
     v = jnp.repeat(v, q.shape[2] // v.shape[2], axis=2)
     return jnp.einsum("bhqk,bkhd->bqhd", jax.nn.softmax(logits), v), jax.nn.logsumexp(logits, axis=-1)
 
 
-def backward(q, k, v, bias, scale, y, log_sums, dy):
-    """The gradients by flash attention's formula, for a result and statistics that are given."""
+def backward(q, k, v, bias, *others, scale, **_):
+    """The second primitive: the gradients by flash attention's formula, for a result and statistics that are given."""
+
+    *_, log_sums, y, dy = others
 
     def of_kv(array):
         return array.reshape(*k.shape[:3], -1, array.shape[3]).sum(axis=3)
 
     k_all, v_all = (jnp.repeat(array, q.shape[2] // k.shape[2], axis=2) for array in (k, v))
-    p = jnp.exp(_logits(q, k, bias, scale) - log_sums[..., None])
+    p = jnp.exp(_logits(q, k, bias if bias.size else None, scale) - log_sums[..., None])
     products = jnp.einsum("bqhd,bqhd->bhq", dy, y)[..., None]
     ds = p * (jnp.einsum("bqhd,bkhd->bhqk", dy, v_all) - products) * scale
     dk, dv = jnp.einsum("bhqk,bqhd->bkhd", ds, q), jnp.einsum("bhqk,bqhd->bkhd", p, dy)
@@ -47,10 +51,11 @@ def backward(q, k, v, bias, scale, y, log_sums, dy):
 
 @pytest.fixture
 def stand_in(monkeypatch):
-    monkeypatch.setattr(cudnn, "forward", forward)
-    monkeypatch.setattr(cudnn, "backward", backward)
-    monkeypatch.setattr(attend, "_fits_cudnn", lambda q: True)
-    monkeypatch.setattr(attend, "_run", None)
+    stand_ins = {flash._FORWARD: forward, flash._BACKWARD: backward}
+    for name, function in stand_ins.items():
+        monkeypatch.setattr(flash._jax, name, types.SimpleNamespace(bind=function))
+    monkeypatch.setattr(attend, "choose", lambda *_, **__: attend.Way.FLASH)
+    monkeypatch.setattr(attend_in_steps, "choose", lambda *_, **__: attend.Way.FLASH)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -59,19 +64,19 @@ def test_values_and_gradients_are_those_of_the_definition(name, stand_in):
 
 
 def test_blocks_of_queries_within_segments(stand_in, monkeypatch):
-    monkeypatch.setattr(attend, "_QUERIES", 20)
+    monkeypatch.setattr(flash, "_QUERIES", 20)
     check("segments with sinks", jnp.float32, 1e-5)
 
 
 def test_on_hopper_values_of_fewer_features_are_not_padded(stand_in, monkeypatch):
-    monkeypatch.setattr(cudnn, "takes_unequal_heads", lambda: True)
-    monkeypatch.setattr(attend, "_with_equal_heads", None)
+    monkeypatch.setattr(flash, "takes_fewer_values", lambda: True)
+    monkeypatch.setattr(attend, "_padded", None)
+    monkeypatch.setattr(attend, "known_gpu", lambda: 90)
     (q, k, v, sinks), dy = inputs(has_sinks=True)
     arrays, dy = (q, k, v[..., :8]), dy[..., :8]
     want = with_gradients(functools.partial(by_definition, sinks=sinks), arrays, dy)
-    with jgg.target(90):
-        run = functools.partial(attend.attend, scale=0.25, sinks=sinks)
-        got = jax.jit(functools.partial(with_gradients, run))(arrays, dy)
+    run = functools.partial(attend.attend, scale=0.25, sinks=sinks)
+    got = jax.jit(functools.partial(with_gradients, run))(arrays, dy)
     for got_one, want_one in zip(got, want, strict=True):
         assert largest_error(got_one, want_one) <= 1e-5
 
@@ -125,8 +130,7 @@ def calls_in(text, names):
 def test_a_program_for_a_gpu_calls_cudnn_and_multiplies_nothing_itself(name, as_on_a_gpu):
     options = dict(OPTIONS[name])
     (q, k, v, sinks), dy = inputs(options.pop("sinks", False))
-    given = {key: jnp.asarray(value) for key, value in options.items() if key != "window"}
-    run = functools.partial(attend.attend, scale=0.25, sinks=sinks, window=options.get("window"), **given)
+    run = functools.partial(attend.attend, scale=0.25, sinks=sinks, **arguments(options))
 
     def with_gradients(dy, *arrays):
         y, pull_back = jax.vjp(run, *arrays)
@@ -149,7 +153,6 @@ def test_a_layer_with_a_window_or_none_keeps_its_result_once(as_on_a_gpu):
 
 
 def test_an_odd_length_trains_by_cudnn_without_a_mask(as_on_a_gpu):
-    """JAX's public function refuses one."""
     (q, k, v, _), _ = inputs(has_sinks=False)
     q, k, v = (array[:, :-1].astype(jnp.bfloat16) for array in (q, k, v))
     text = lowered_for_cuda(jax.grad(lambda q: attend.attend(q, k, v, scale=0.25).astype(jnp.float32).sum()), q)
@@ -170,42 +173,5 @@ def test_what_remat_keeps_decides_whether_a_gpu_attends_again(remat, count, as_o
     assert (calls_in(text, CALLS), calls_in(text, BACKWARD_CALLS)) == (count, 1)
 
 
-@pytest.mark.parametrize(
-    ("compute_capability", "features", "fits"), [(90, 256, True), (90, 264, False), (80, 136, False)]
-)
-def test_cudnn_takes_larger_heads_on_hopper(compute_capability, features, fits, as_on_a_gpu):
-    q = jax.ShapeDtypeStruct((1, 8, 2, features), jnp.bfloat16)
-    with jgg.target(compute_capability):
-        assert attend.takes_flash(q, q, None, None) == fits
-
-
-def test_this_jax_has_the_primitives_as_they_were_tested():
-    assert cudnn.is_available()
-
-
-@pytest.mark.parametrize(
-    "changed",
-    [
-        None,
-        types.SimpleNamespace(),
-        types.SimpleNamespace(**vars(cudnn._jax) | {"_dot_product_attention_bwd_impl": lambda query, new: None}),
-    ],
-    ids=["no module", "no primitives", "other parameters"],
-)
-def test_another_jax_attends_by_its_public_function(changed, monkeypatch, as_on_a_gpu):
-    called = []
-
-    def public(q, k, v, **options):
-        called.append(options["implementation"])
-        return q
-
-    monkeypatch.setattr(cudnn, "_jax", changed)
-    monkeypatch.setattr(attend, "dot_product_attention", public)
-    cudnn.is_available.cache_clear()
-    try:
-        (q, k, v, sinks), _ = inputs(has_sinks=True)
-        q, k, v = (array.astype(jnp.bfloat16) for array in (q, k, v))
-        assert attend.attend(q, k, v, scale=0.25, sinks=sinks).shape == q.shape
-    finally:
-        cudnn.is_available.cache_clear()
-    assert called == ["cudnn"]
+def test_this_jax_has_the_primitives():
+    assert flash.is_available()

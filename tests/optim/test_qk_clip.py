@@ -28,15 +28,15 @@ MORE_FAMILIES = tuple(
 def test_largest_logits_of_the_keys_that_queries_attend_to(length, limits):
     q, k = (RNG.normal(size=(2, length, heads, 4)).astype(np.float32) for heads in (6, 2))
     at = np.arange(length)
-    segments = np.stack([at // 3, at // 5]).astype(np.int32)
+    segments, starts = np.stack([at // 3, at // 5]), np.stack([at // 3 * 3, at // 5 * 5])
     options, sees = {
         "all": ({}, True),
         "window": ({"window": 3}, at[:, None] - at < 3),
         "not local": ({"window": 3, "is_local": jnp.asarray(False)}, True),
-        "chunk": ({"chunk": 4}, at[:, None] // 4 == at // 4),
-        "segments": ({"segments": jnp.asarray(segments)}, segments[:, :, None] == segments[:, None]),
+        "chunk": ({"starts": jnp.asarray(at // 4 * 4)[None]}, at[:, None] // 4 == at // 4),
+        "segments": ({"starts": jnp.asarray(starts)}, segments[:, :, None] == segments[:, None]),
     }[limits]
-    got = jax.jit(lambda q, k: max_logits(q, k, scale=0.3, positions=jnp.arange(length)[None], **options))(q, k)
+    got = jax.jit(lambda q, k: max_logits(q, k, scale=0.3, **options))(q, k)
     logits = 0.3 * np.einsum("bqhd,bkhd->bhqk", q.astype(np.float64), np.repeat(k, 3, axis=2).astype(np.float64))
     sees = np.broadcast_to(sees & (at[:, None] >= at), (2, length, length))[:, None]
     np.testing.assert_allclose(got, np.where(sees, logits, -np.inf).max(axis=(0, 2, 3)), rtol=1e-5)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jgg.core.gpu_target import Target
 from jgg.extend import How, Launch, Launcher, Operation, array_type, matrices, power_of_2, split_by_xla, vmap
+from jgg.models.operations.attend_plain import Mask, attend_by_mask
 
 PART = 512  # keys whose softmax is one; longer sequences add up several
 _LARGEST_HEAD = 1024  # bytes of a head that kernels take: more features spill registers
@@ -72,30 +73,13 @@ def _result_types(operands: Attend, scale: float, window: int | None) -> Attende
 
 
 def _plain(operands: Attend, scale: float, window: int | None) -> AttendedTokens:
-    q, (batch, length, heads, features) = operands.q, operands.q.shape
-    k, v = (array[0 if operands.layer is None else operands.layer] for array in (operands.k, operands.v))
-    if q.dtype == jnp.float16:  # XLA multiplies it to float32 on GPUs alone
-        q, k, v = (array.astype(jnp.float32) for array in (q, k, v))
-    places = jnp.arange(length, dtype=jnp.int32)[None, :, None]
-    if operands.offset is not None:
-        places += operands.offset
-    keys = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None]
-    mask = keys <= places
-    if operands.starts is not None:
-        mask &= keys >= operands.starts[:, :, None]
-    if window is not None:
-        is_near = places - keys < window
-        mask &= is_near if operands.is_local is None else is_near | ~operands.is_local
-    q = q.reshape(batch, length, k.shape[2], -1, features)
-    logits = jnp.einsum("bsghd,bcgd->bghsc", q, k, preferred_element_type=jnp.float32) * jnp.float32(scale)
-    logits = jnp.where(mask[:, None, None], logits, -jnp.inf)
-    if operands.sinks is not None:
-        sinks = operands.sinks.reshape(1, *q.shape[2:4], 1, 1)
-        logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*logits.shape[:4], 1))], axis=-1)
-    weights = jax.nn.softmax(logits, axis=-1)[..., : k.shape[1]].astype(v.dtype)
-    attended = jnp.einsum("bghsc,bcgd->bsghd", weights, v).astype(operands.q.dtype)
-    log_sums = jax.nn.logsumexp(logits, axis=-1).reshape(batch, heads, length)
-    return AttendedTokens(attended.reshape(operands.q.shape), log_sums)
+    q, k, v, layer, offset, starts, is_local, sinks = operands
+    k, v = (array[0 if layer is None else layer] for array in (k, v))
+    places = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
+    mask = Mask(places if offset is None else places + offset, starts, window, is_local)
+    attended, logits = attend_by_mask(q, k, v, mask.sees(jnp.arange(k.shape[1], dtype=jnp.int32)), sinks, scale)
+    log_sums = jax.nn.logsumexp(logits, axis=-1)
+    return AttendedTokens(attended, log_sums.reshape(q.shape[0], q.shape[2], q.shape[1]))
 
 
 class _Tiles(NamedTuple):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from jgg.extend import How, Launch, Launcher, Operation, array_type, power_of_2, split_by_xla, vmap
 from jgg.models.operations.attend import block_features, precision_of
+from jgg.models.operations.attend_plain import Mask, attend_by_mask
 
 _PART = 256  # latents of a program
 _UNROLL = 8  # parts that are loaded side by side
@@ -36,14 +37,10 @@ def _result_types(operands: AttendLatents, scale: float, rank: int) -> Any:
 
 
 def _plain(operands: AttendLatents, scale: float, rank: int) -> jax.Array:
-    q, latents = operands.q, operands.latents[operands.layer, :, :, 0]
-    if q.dtype == jnp.float16:  # XLA multiplies it to float32 on GPUs alone
-        q, latents = (array.astype(jnp.float32) for array in (q, latents))
-    logits = jnp.einsum("bhd,bcd->bhc", q, latents, preferred_element_type=jnp.float32) * jnp.float32(scale)
-    is_seen = jnp.arange(latents.shape[1], dtype=jnp.int32)[None] <= operands.positions[:, None]
-    weights = jax.nn.softmax(jnp.where(is_seen[:, None], logits, -jnp.inf), axis=-1).astype(latents.dtype)
+    latents = operands.latents[operands.layer]  # [B, C, 1, rank + rest]
+    seen = Mask(operands.positions[:, None]).sees(jnp.arange(latents.shape[1], dtype=jnp.int32))
     # the other features' sums are not used: latents without them would be copied
-    return jnp.einsum("bhc,bcd->bhd", weights, latents)[..., :rank].astype(operands.q.dtype)
+    return attend_by_mask(operands.q[:, None], latents, latents, seen, None, scale)[0][:, 0, :, :rank]
 
 
 def _launch(launcher: Launcher, operands: AttendLatents, scale: float, rank: int) -> jax.Array:

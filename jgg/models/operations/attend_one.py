@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jgg.extend import How, Launch, Launcher, Operation, array_type, power_of_2, split_by_xla, vmap
 from jgg.models.operations import attend
 from jgg.models.operations.attend import block_features, keys_of_step, precision_of, takes_heads_of
+from jgg.models.operations.attend_plain import Mask, attend_by_mask
 
 _UNROLL = 8  # parts that are loaded side by side
 _MOST_STAGES = 3
@@ -62,28 +63,14 @@ def _result_types(operands: AttendOne, scale: float, window: int | None, chunk: 
 
 
 def _plain(operands: AttendOne, scale: float, window: int | None, chunk: int | None = None) -> Attended:
-    q, layer, positions = operands.q, operands.layer, operands.positions[:, None]
+    layer, positions = operands.layer, operands.positions[:, None]
     k_cache = written(operands.k_cache, layer, positions, operands.k[:, None])
     v_cache = written(operands.v_cache, layer, positions, operands.v[:, None])
     k, v = k_cache[layer], v_cache[layer]  # [B, C, kv heads, D]
-    if q.dtype == jnp.float16:  # XLA multiplies it to float32 on GPUs alone
-        q, k, v = (array.astype(jnp.float32) for array in (q, k, v))
-    distance = positions - jnp.arange(k.shape[1], dtype=jnp.int32)[None]
-    mask = distance >= 0
-    if window is not None:
-        is_near = distance < window
-        mask &= is_near if operands.is_local is None else is_near | ~operands.is_local
-    if chunk is not None:
-        mask &= distance <= positions % chunk
-    q = q.reshape(q.shape[0], k.shape[2], q.shape[1] // k.shape[2], q.shape[2])
-    logits = jnp.einsum("bghd,bcgd->bghc", q, k, preferred_element_type=jnp.float32) * jnp.float32(scale)
-    logits = jnp.where(mask[:, None, None], logits, -jnp.inf)
-    if operands.sinks is not None:
-        sinks = operands.sinks.reshape(1, *q.shape[1:3], 1)
-        logits = jnp.concatenate([logits, jnp.broadcast_to(sinks, (*q.shape[:3], 1))], axis=-1)
-    weights = jax.nn.softmax(logits, axis=-1)[..., : k.shape[1]].astype(v.dtype)
-    attended = jnp.einsum("bghc,bcgd->bghd", weights, v).astype(operands.q.dtype)
-    return Attended(attended.reshape(operands.q.shape), k_cache, v_cache)
+    mask = Mask(positions, None if chunk is None else positions - positions % chunk, window, operands.is_local)
+    seen = mask.sees(jnp.arange(k.shape[1], dtype=jnp.int32))
+    attended, _ = attend_by_mask(operands.q[:, None], k, v, seen, operands.sinks, scale)
+    return Attended(attended[:, 0], k_cache, v_cache)
 
 
 def _launch(
