@@ -18,6 +18,7 @@ from jgg.linear.lora import Lora
 from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
 from jgg.models.embedding import embed, embedded
+from jgg.models.forms import put_forms
 from jgg.models.head import Head, logits_of
 from jgg.models.layer import MIXERS, Layer
 from jgg.models.loss import Scores, loss_of, losses_of, scores_of
@@ -25,7 +26,7 @@ from jgg.models.mapped import map_sequences
 from jgg.models.norms import norm
 from jgg.models.parts import Options, set_params
 from jgg.models.placement import check_batch, gathered, split_batch
-from jgg.models.stacks import merge_stack, new_stack, put_forms, rotations_of, run_layers
+from jgg.models.stacks import joined, merge_stack, new_stack, periods_of, rotations_of, run
 from jgg.models.tokens import as_choices, as_segments, as_tokens, as_weights, check_shape, runs_of
 from jgg.nnx import sow
 
@@ -346,32 +347,29 @@ class Decoder(nnx.Module):
         if config.embedding_scale != 1:  # behind a barrier, as XLA might not round the table before it multiplies
             x = barrier(x) * config.embedding_scale
         x = split_batch(x, sharding)
-        stacks: dict[str, Layer] = {plan.name: getattr(self, plan.name) for plan in config.plan}
-        x, after, sown = run_layers(
-            stacks,
-            config,
-            self.options,
-            x,
-            None if caches is None else dict(zip(stacks, caches, strict=True)),
-            rotations_of(config, positions),
-            functools.partial(
-                Place,
-                positions,
-                segments=segments,
-                mask=mask,
-                adapters=adapters,
-                lengths=lengths,
-                start=start,
-                measures=measures,
-            ),
-            None if topk_indices is None else split_batch(topk_indices, sharding, axis=1),
+        layers: dict[str, Layer] = {plan.name: getattr(self, plan.name) for plan in config.plan}
+        after = None if caches is None else dict(zip(layers, caches, strict=True))
+        place = functools.partial(
+            Place,
+            positions,
+            segments=segments,
+            mask=mask,
+            adapters=adapters,
+            lengths=lengths,
+            start=start,
+            measures=measures,
         )
-        sow(self, sown)
+        choices = None if topk_indices is None else split_batch(topk_indices, sharding, axis=1)
+        sown = []
+        for stacks in periods_of(layers, config, self.options, rotations_of(config, positions), place, choices):
+            x, after, own = run(stacks, x, after)
+            sown.append(own)
+        sow(self, joined(sown))
         x = map_sequences(self._last_norm, self.options.mapped, self.norm[...], x)
         return x, None if after is None else tuple(after.values())
 
     def put_forms(self) -> None:
-        """Makes ready for forward passes alone: see `stacks.put_forms`."""
+        """Makes ready for forward passes alone: see `forms.put_forms`."""
         for plan in self.config.plan:
             put_forms(getattr(self, plan.name), self.options)
 

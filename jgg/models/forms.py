@@ -2,16 +2,20 @@
 
 import functools
 import weakref
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
+from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
+from jgg.core.gpu_target import current_target
 from jgg.core.quantized import WeightForms
 from jgg.extend import How
 from jgg.linear.fp8 import Fp8
 from jgg.linear.weights import Weights, forms_of_forward
+from jgg.models.parts import Options
+from jgg.nnx import Frozen
 
 
 class _Kept(NamedTuple):
@@ -27,7 +31,22 @@ class _Kept(NamedTuple):
         return all(source is not None and not source.is_deleted() for source in sources)
 
 
-_KEPT: dict[tuple[Any, ...], _Kept] = {}  # by how they were made, and the ids of the arrays
+_KEPT: dict[tuple[object, ...], _Kept] = {}  # by how they were made, and the ids of the arrays
+
+
+def put_forms(layers: nnx.Module, options: Options) -> None:
+    """Puts what forward products read in place of experts' weights that a recipe multiplies in FP8.
+
+    That is a byte for each weight beside the parameters, kept as long as these: see `kept_forms`. Made for each token,
+    it would cost a reading of all experts, whichever the token chose. A sharded model makes it for each token.
+    """
+    recipe = layers.moe.quantization if hasattr(layers, "moe") else None
+    if recipe is None or options.sharding is not None:
+        return
+    how = How(options.implementation, current_target())
+    for name in ("w_gate_up", "w_down"):
+        weights = getattr(layers.moe, name).get_value()
+        setattr(layers.moe, name, Frozen(kept_forms(name, weights, recipe, options.dtype, how)))
 
 
 def kept_forms(name: str, weights: Weights, recipe: Fp8, dtype: DTypeLike, how: How) -> WeightForms:
@@ -54,9 +73,9 @@ def kept_forms(name: str, weights: Weights, recipe: Fp8, dtype: DTypeLike, how: 
     return forms
 
 
-def _forget(key: tuple[Any, ...], _: object) -> None:
+def _forget(key: tuple[object, ...], _: object) -> None:
     _KEPT.pop(key, None)
 
 
-def _has_values(array: Any) -> bool:
+def _has_values(array: object) -> bool:
     return isinstance(array, jax.Array) and not isinstance(array, Tracer)

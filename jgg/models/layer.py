@@ -19,7 +19,7 @@ from jgg.models.config import ModelConfig
 from jgg.models.delta import Delta
 from jgg.models.delta_rule import RESULT, STATES
 from jgg.models.latent import Latent
-from jgg.models.mapped import map_module
+from jgg.models.mapped import map_method
 from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_beside, residual, sum_and_norm
 from jgg.models.parts import Mlp, Options, merge_adapters, set_params
 
@@ -88,7 +88,8 @@ class Layer(nnx.Module):
     def __call__(self, x: jax.Array, place: Place, cache: Any) -> tuple[jax.Array, Any]:
         """Maps x [B, S, H] to the same shape; returns the mixer's cache with what the layer adds to it, or None."""
         generates, options = cache is not None, self.options
-        (x, y), cache = map_module(self, Layer._before_experts, options.mapped, (x, place), cache, besides="moe")
+        before_experts = map_method(Layer._before_experts, options.mapped, besides="moe")
+        (x, y), cache = before_experts(self, x, place, cache)
         if hasattr(self, "moe"):
             y = self._experts(y, None, place, generates)
         if options.batch_invariant:
@@ -128,7 +129,7 @@ class Layer(nnx.Module):
 
         FP8 products would not be faster than reading the weights as they are, and would transpose them first. By the
         number of rows alone, so that calls with as many tokens compute alike. With `batch_invariant` the recipe holds
-        for every number of rows, as in training; see `stacks.put_forms`.
+        for every number of rows, as in training; see `forms.put_forms`.
         """
         moe, quantization = self.config.moe, self.moe.quantization
         if quantization is None or not generates or self.options.batch_invariant:

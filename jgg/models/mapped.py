@@ -32,29 +32,28 @@ def map_sequences[Result](
     return result
 
 
-def map_module[Result](
-    module: nnx.Module,
-    method: Callable[..., tuple[Result, Any]],
-    sharding: MoESharding | None,
-    arrays: tuple[Any, ...],
-    cache: Any,
-    *,
-    besides: str,
-) -> tuple[Result, Any]:
+def map_method[Result](
+    method: Callable[..., tuple[Result, Any]], sharding: MoESharding | None, *, besides: str
+) -> Callable[..., tuple[Result, Any]]:
     """`method(module, *arrays, cache)`, as `map_sequences` does it, with the module's parameters whole.
 
+    The cache is None, or a pytree of arrays [layers, B, ...], as the method returns it too, as its second result.
+
     Args:
-      cache: None, or a pytree of arrays [layers, B, ...], as the method returns it too, as its second result.
       besides: the name of a module in the module that the method does not use.
     """
     if sharding is None:
-        return method(module, *arrays, cache)
-    graphdef, state, *others = nnx.split(module, lambda path, _: besides not in path, ...)
+        return method
 
-    def function(state: Any, arrays: tuple[Any, ...], cache: Any) -> tuple[Result, Any]:
-        return method(nnx.merge(graphdef, state, *others), *arrays, cache)
+    def on_devices(module: nnx.Module, *arrays: Any) -> tuple[Result, Any]:
+        graphdef, state, *others = nnx.split(module, lambda path, _: besides not in path, ...)
 
-    return _mapped(function, sharding, state, arrays, cache)
+        def function(state: Any, arrays: tuple[Any, ...], cache: Any) -> tuple[Result, Any]:
+            return method(nnx.merge(graphdef, state, *others), *arrays, cache)
+
+        return _mapped(function, sharding, state, arrays[:-1], arrays[-1])
+
+    return on_devices
 
 
 def _mapped[Result](

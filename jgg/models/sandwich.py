@@ -12,7 +12,7 @@ from jgg.extend import barrier
 from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
 from jgg.models.layer import EXPERTS, Layer, Mixer
-from jgg.models.mapped import map_module
+from jgg.models.mapped import map_method
 from jgg.models.norms import add_and_norm, norm, norm_beside, residual, sum_and_norm
 from jgg.models.parts import Mlp, Options
 from jgg.nnx import Frozen
@@ -74,10 +74,10 @@ class SandwichLayer(Layer):
     def __call__(self, x: jax.Array, place: Place, cache: Any) -> tuple[jax.Array, Any]:
         """Maps x [B, S, H] to the same shape; returns the mixer's cache with what the layer adds to it, or None."""
         generates, mapped = cache is not None, self.options.mapped
-        branches, cache = map_module(self, SandwichLayer._branches, mapped, (x, place), cache, besides="moe")
+        branches, cache = map_method(SandwichLayer._branches, mapped, besides="moe")(self, x, place, cache)
         y = self._experts(branches.of_experts, branches.of_router, place, generates)
         y = checkpoint_name(y, EXPERTS)
-        return map_module(self, SandwichLayer._joined, mapped, (branches, y), None, besides="moe")[0], cache
+        return map_method(SandwichLayer._joined, mapped, besides="moe")(self, branches, y, None)[0], cache
 
     def _branches(self, x: jax.Array, place: Place, cache: Any) -> tuple[_Branches, Any]:
         """All before the experts, and the mixer's cache."""

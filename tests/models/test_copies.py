@@ -15,7 +15,7 @@ import jgg.models
 from jgg.core.quantized import QuantizedArray
 from jgg.integrations import lm_eval_batches
 from jgg.linear.weights import forms_of_forward
-from jgg.models import decoding, forms, loading, stacks
+from jgg.models import decoding, forms, loading
 from jgg.models.generation import generate
 from jgg.models.requests import asked
 from jgg.train import losses
@@ -109,7 +109,7 @@ def calls():
     batch = {name: IDS for name in ("tokens", "targets", "segments", "weights")}
     value = model.layers.moe.w_down.get_value()
     of_layer = jax.tree.map(lambda array: array[0], value)
-    how = stacks.How(None, stacks.current_target())
+    how = forms.How(None, forms.current_target())
     yield decoding.start, (*split, prompts, request), plan
     yield decoding.advance, (*split, state, request, np.zeros(1, bool), 3), plan
     yield (
