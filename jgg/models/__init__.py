@@ -3,13 +3,13 @@
 from jgg.models.adapters import load_adapter, save_adapter
 from jgg.models.config import ModelConfig, model_config
 from jgg.models.decoder import Decoder
-from jgg.models.generated import Generated, TrainingRows
 from jgg.models.generation import generate, stream
 from jgg.models.loading import load
 from jgg.models.loss import Scores
+from jgg.models.rollouts import Generated, TrainingRows
 from jgg.models.saving import named_tensors, save
 from jgg.models.streaming import Stream
-from jgg.models.texts import stream_text
+from jgg.models.text_stream import stream_text
 
 __all__ = [
     "Decoder",

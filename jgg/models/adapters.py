@@ -23,7 +23,7 @@ from jgg.hf.adapter_settings import as_number, new_settings
 from jgg.linear.lora import Lora, adapter_names
 from jgg.linear.low_rank import LowRank
 from jgg.models.decoder import Decoder
-from jgg.models.parts import Options
+from jgg.models.modules import Options
 from jgg.models.placement import on_host, place, put
 from jgg.models.read_adapters import Found, lora_of, read_terms
 from jgg.models.tensors import Matrix, matrices

@@ -16,10 +16,10 @@ from jgg.models.attend import attend, finite_sinks
 from jgg.models.attend_in_steps import Tokens, attend_in_steps
 from jgg.models.config import ModelConfig
 from jgg.models.max_logits import max_logits
+from jgg.models.modules import Options, linear, linear_several, set_params
 from jgg.models.norms import how_of_rows, norm
 from jgg.models.operations.attend import ATTEND, PART, Attend, takes_heads_of
 from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne, written
-from jgg.models.parts import Options, linear, linear_several, set_params
 from jgg.models.rotary import Rotation, halves_first, rotated
 
 PROJECTIONS = "attention_projections"  # a name of the products q, k and v, for a policy of `jax.checkpoint`

@@ -18,7 +18,7 @@ from jgg.hf.families import FAMILIES
 from jgg.hf.family import Family
 from jgg.hf.model_settings import check_keys, read_model
 from jgg.models.left_out import LeftOut
-from jgg.models.plan import Period, StackPlan, plan_of, schedule_of
+from jgg.models.stack_plan import Period, StackPlan, plan_of, schedule_of
 
 
 @dataclasses.dataclass(frozen=True)

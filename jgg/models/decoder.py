@@ -18,16 +18,16 @@ from jgg.linear.lora import Lora
 from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
 from jgg.models.embedding import embed, embedded
-from jgg.models.forms import put_forms
+from jgg.models.fp8_forms import put_forms
 from jgg.models.head import Head, logits_of
 from jgg.models.layer import MIXERS, Layer
 from jgg.models.loss import Scores, loss_of, losses_of, scores_of
-from jgg.models.mapped import map_sequences
+from jgg.models.modules import Options, set_params
 from jgg.models.norms import norm
-from jgg.models.parts import Options, set_params
 from jgg.models.placement import check_batch, gathered, split_batch
+from jgg.models.shard_map import map_sequences
 from jgg.models.stacks import joined, merge_stack, new_stack, periods_of, rotations_of, run
-from jgg.models.tokens import as_choices, as_segments, as_tokens, as_weights, check_shape, runs_of
+from jgg.models.token_arrays import as_choices, as_segments, as_tokens, as_weights, check_shape, runs_of
 from jgg.nnx import sow
 
 Caches = tuple[Any, ...]  # of each stack of the plan, in the form that its mixer gives it
@@ -369,7 +369,7 @@ class Decoder(nnx.Module):
         return x, None if after is None else tuple(after.values())
 
     def put_forms(self) -> None:
-        """Makes ready for forward passes alone: see `forms.put_forms`."""
+        """Makes ready for forward passes alone: see `fp8_forms.put_forms`."""
         for plan in self.config.plan:
             put_forms(getattr(self, plan.name), self.options)
 

@@ -11,8 +11,8 @@ from jax.typing import ArrayLike
 from jgg.core.arguments import as_int
 from jgg.models import decoding
 from jgg.models.decoder import Decoder
-from jgg.models.generated import Generated
 from jgg.models.requests import Options, asked
+from jgg.models.rollouts import Generated
 from jgg.models.streaming import Stream, result_of
 
 

@@ -24,11 +24,11 @@ from jgg.models.attend import attend
 from jgg.models.attention import PROJECTIONS, Place
 from jgg.models.config import ModelConfig
 from jgg.models.max_logits import max_logits
+from jgg.models.modules import Options, linear, linear_several, matrix_of, set_params
 from jgg.models.norms import norm
 from jgg.models.operations.attend_latents import ATTEND_LATENTS, AttendLatents
 from jgg.models.operations.attend_one import written
 from jgg.models.operations.attend_plain import Mask, attend_in_blocks
-from jgg.models.parts import Options, linear, linear_several, matrix_of, set_params
 from jgg.models.rotary import halves_first, rotated
 
 

@@ -16,12 +16,12 @@ from jgg.extend import barrier
 from jgg.models import flash
 from jgg.models.attention import PROJECTIONS, Attention, Place
 from jgg.models.config import ModelConfig
-from jgg.models.delta import Delta
+from jgg.models.delta_net import Delta
 from jgg.models.delta_rule import RESULT, STATES
 from jgg.models.latent import Latent
-from jgg.models.mapped import map_method
+from jgg.models.modules import Mlp, Options, merge_adapters, set_params
 from jgg.models.norms import NORMALIZED, TOTAL, add_and_norm, how_of_rows, norm_beside, residual, sum_and_norm
-from jgg.models.parts import Mlp, Options, merge_adapters, set_params
+from jgg.models.shard_map import map_method
 
 EXPERTS = "experts"  # a name of the experts' result, where the backward pass needs it, for the same policy
 
@@ -129,7 +129,7 @@ class Layer(nnx.Module):
 
         FP8 products would not be faster than reading the weights as they are, and would transpose them first. By the
         number of rows alone, so that calls with as many tokens compute alike. With `batch_invariant` the recipe holds
-        for every number of rows, as in training; see `forms.put_forms`.
+        for every number of rows, as in training; see `fp8_forms.put_forms`.
         """
         moe, quantization = self.config.moe, self.moe.quantization
         if quantization is None or not generates or self.options.batch_invariant:

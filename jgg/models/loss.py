@@ -11,9 +11,9 @@ from jgg.core.manual_axes import alike, vary_over, varying_axes
 from jgg.experts.sharding import MoESharding
 from jgg.extend import barrier
 from jgg.models.head import Head, dw_of, dx_of, logits_of
-from jgg.models.mapped import map_sequences
 from jgg.models.norms import how_of_rows
 from jgg.models.operations.losses import LOSSES, Losses, Scored
+from jgg.models.shard_map import map_sequences
 
 _LOGITS_BYTES = 2**29  # of float32 logits that exist at once, on each device
 

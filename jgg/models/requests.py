@@ -17,7 +17,7 @@ from jgg.models.penalties import Penalties
 from jgg.models.placement import on_host
 from jgg.models.prefill import Plan
 from jgg.models.sampling import Sampling, normal_temperatures
-from jgg.models.tokens import as_integers, check_ids
+from jgg.models.token_arrays import as_integers, check_ids
 
 _INT32, _FLOAT32 = jnp.iinfo(jnp.int32), jnp.finfo(jnp.float32)
 _LEAST_BOUND, _BOUNDS = 16, 16  # the least bound of new tokens, and how many bounds are between powers of two

@@ -12,9 +12,9 @@ from jgg.extend import barrier
 from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
 from jgg.models.layer import EXPERTS, Layer, Mixer
-from jgg.models.mapped import map_method
+from jgg.models.modules import Mlp, Options
 from jgg.models.norms import add_and_norm, norm, norm_beside, residual, sum_and_norm
-from jgg.models.parts import Mlp, Options
+from jgg.models.shard_map import map_method
 from jgg.nnx import Frozen
 
 

@@ -15,11 +15,11 @@ from jgg.core.mixers import RotaryConfig
 from jgg.models.attention import Place
 from jgg.models.config import ModelConfig
 from jgg.models.layer import Layer, saved_names
-from jgg.models.parts import Options
+from jgg.models.modules import Options
 from jgg.models.placement import gathered, gathers, split, split_batch
-from jgg.models.plan import StackPlan
 from jgg.models.rotary import Rotation, rotations
 from jgg.models.sandwich import SandwichLayer
+from jgg.models.stack_plan import StackPlan
 
 LAYOUTS: dict[str, type[Layer]] = {"plain": Layer, "sandwich": SandwichLayer}
 

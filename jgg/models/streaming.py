@@ -11,9 +11,9 @@ from jgg.core.arguments import as_array, check
 from jgg.models import decoding
 from jgg.models.decoder import Decoder
 from jgg.models.decoding import State
-from jgg.models.generated import Generated
 from jgg.models.placement import on_host
 from jgg.models.requests import Asked
+from jgg.models.rollouts import Generated
 
 
 class Stream(Iterator[np.ndarray]):

@@ -11,7 +11,7 @@ from jgg.hf.family import Family
 from jgg.hf.tensors import Tensor, as_is
 from jgg.models.decoder import Decoder
 from jgg.models.layer import Layer
-from jgg.models.plan import StackPlan
+from jgg.models.stack_plan import StackPlan
 
 # the matrices beside the mixer's that may have adapters, by their names in lora_targets
 _MATRICES = {name: f"mlp.{name.replace('_dense', '')}" for name in OF_DENSE}

@@ -15,7 +15,7 @@ import jgg.models
 from jgg.core.quantized import QuantizedArray
 from jgg.integrations import lm_eval_batches
 from jgg.linear.weights import forms_of_forward
-from jgg.models import decoding, forms, loading
+from jgg.models import decoding, fp8_forms, loading
 from jgg.models.generation import generate
 from jgg.models.requests import asked
 from jgg.train import losses
@@ -83,7 +83,7 @@ def test_nothing_is_kept_of_traced_or_deleted_weights():
     own = set(map(id, arrays_of(model)))
 
     def kept():
-        return sum(not own.isdisjoint(key) for key in list(forms._KEPT))
+        return sum(not own.isdisjoint(key) for key in list(fp8_forms._KEPT))
 
     traced = jax.jit(lambda model: jax.tree.leaves(decoding.split_model(model)[1]))(model)
     assert kept() == 0
@@ -109,7 +109,7 @@ def calls():
     batch = {name: IDS for name in ("tokens", "targets", "segments", "weights")}
     value = model.layers.moe.w_down.get_value()
     of_layer = jax.tree.map(lambda array: array[0], value)
-    how = forms.How(None, forms.current_target())
+    how = fp8_forms.How(None, fp8_forms.current_target())
     yield decoding.start, (*split, prompts, request), plan
     yield decoding.advance, (*split, state, request, np.zeros(1, bool), 3), plan
     yield (

@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import jgg.hf
 import jgg.models
-from jgg.models.delta import States
+from jgg.models.delta_net import States
 from tests.support.models import DATA, config_of, loaded, logits_of, reference
 
 FAMILY = "qwen3_5_moe_text"

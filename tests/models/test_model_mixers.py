@@ -18,10 +18,10 @@ from jgg.hf.model_settings import in_layers
 from jgg.hf.tensors import matrix
 from jgg.models.attention import Place
 from jgg.models.layer import MIXERS
+from jgg.models.modules import set_params
 from jgg.models.norms import norm
-from jgg.models.parts import set_params
-from jgg.models.plan import schedule_of
 from jgg.models.rotary import rotations
+from jgg.models.stack_plan import schedule_of
 from tests.support.models import config_of, logits_of
 
 STATE = 6

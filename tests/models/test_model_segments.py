@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgg.models.tokens import as_segments, runs_of
+from jgg.models.token_arrays import as_segments, runs_of
 from tests.support.models import FEW_FAMILIES, loaded, reference
 
 

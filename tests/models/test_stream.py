@@ -9,7 +9,7 @@ import pytest
 
 import jgg.models
 from jgg.models import decoding
-from jgg.models.texts import cut
+from jgg.models.text_stream import cut
 from tests.support.models import FAMILIES, FEW_FAMILIES, loaded, reference
 
 LENGTHS = np.array([1, 5, 9])  # of the prompts in the reference data

@@ -14,7 +14,7 @@ from jgg.core.quantized import WeightForms
 from jgg.extend import How
 from jgg.linear.fp8 import Fp8
 from jgg.linear.weights import Weights, forms_of_forward
-from jgg.models.parts import Options
+from jgg.models.modules import Options
 from jgg.nnx import Frozen
 
 

@@ -15,8 +15,8 @@ from jgg.core.mixers import DeltaConfig
 from jgg.models.attention import PROJECTIONS, Place
 from jgg.models.config import ModelConfig
 from jgg.models.delta_rule import delta_rule, delta_rule_one
+from jgg.models.modules import Options, linear, linear_several, set_params
 from jgg.models.operations.norm import rms_norm
-from jgg.models.parts import Options, linear, linear_several, set_params
 
 _LARGEST_RATE, _SMALLEST_RATE = 16.0, 0.01  # of new layers' decays, from which exp(log_a) is drawn evenly
 

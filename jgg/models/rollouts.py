@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jgg.core.arguments import check
 from jgg.core.schedule import saturated_int32
 from jgg.models.placement import on_host
-from jgg.models.tokens import as_integers
+from jgg.models.token_arrays import as_integers
 
 
 class TrainingRows(NamedTuple):
