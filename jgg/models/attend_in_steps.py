@@ -75,11 +75,12 @@ def _backward(options: _Options, kept: tuple[Tokens, jax.Array, jax.Array], dy: 
 def _gradients(options: flash.Options, kept: flash.Kept, dy: jax.Array) -> Tokens:
     q, k, v, sinks, starts = kept[:5]
     if choose(q, v, options.window, has_segments=starts is not None, gpu=known_gpu()) is Way.FLASH:
-        d_q, d_k, d_v, d_sinks, _ = flash.backward(options, kept, dy)
+        gradients = flash.backward(options, kept, dy)
     else:
         run = functools.partial(attend, scale=options.scale, window=options.window, starts=starts)
         _, pull_back = jax.vjp(lambda q, k, v, sinks: run(q, k, v, sinks=sinks), q, k, v, sinks)
-        d_q, d_k, d_v, d_sinks = pull_back(dy)
+        gradients = *pull_back(dy), None
+    d_q, d_k, d_v, d_sinks, _ = gradients
     return Tokens(d_q, d_k, d_v, None, None, d_sinks)
 
 

@@ -76,7 +76,7 @@ class Place(NamedTuple):
         """Whether tokens may be before these in the cache."""
         return self.start is not None and not (isinstance(self.start, int) and self.start == 0)
 
-    def starts(self, shape: tuple[int, int], chunk: int | None = None) -> jax.Array | None:
+    def starts(self, shape: tuple[int, ...], chunk: int | None = None) -> jax.Array | None:
         """Where the segment of each of the tokens [B, S], or its chunk of a segment, begins; None if all begin at 0.
 
         The tokens attend to each other alone.

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -134,7 +134,9 @@ class Delta(nnx.Module):
         return [checkpoint_name(y, PROJECTIONS) for y in products]
 
 
-def _log_a(key: jax.Array, shape: Sequence[Any], dtype: Any = None, out_sharding: Any = None) -> jax.Array:
+def _log_a(
+    key: jax.Array, shape: Sequence[int], dtype: DTypeLike | None = None, out_sharding: object = None
+) -> jax.Array:
     """Initializes `log_a`, the logarithms of the rates of decays."""
     del out_sharding
     return jnp.log(jax.random.uniform(key, shape, jnp.float32, _SMALLEST_RATE, _LARGEST_RATE)).astype(dtype)

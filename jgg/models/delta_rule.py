@@ -1,7 +1,7 @@
 """The gated delta rule, which recurrent layers compute for a sequence or for a token."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -101,19 +101,22 @@ class _Options(NamedTuple):
     epsilon: float
 
 
+type _Kept = tuple[DeltaRule, list[jax.Array]]
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(options: _Options, operands: DeltaRule) -> tuple[jax.Array, jax.Array]:
     how, scale, epsilon = options
     return DELTA_RULE(how, operands, keeps=False, scale=scale, epsilon=epsilon)[:2]
 
 
-def _forward(options: _Options, operands: DeltaRule) -> tuple[tuple[jax.Array, jax.Array], Any]:
+def _forward(options: _Options, operands: DeltaRule) -> tuple[tuple[jax.Array, jax.Array], _Kept]:
     how, scale, epsilon = options
     y, last_state, *kept = DELTA_RULE(how, operands, keeps=True, scale=scale, epsilon=epsilon)
     return (checkpoint_name(y, RESULT), last_state), (operands, checkpoint_name(kept, STATES))
 
 
-def _backward(options: _Options, kept: Any, gradients: tuple[jax.Array, jax.Array]) -> tuple[DeltaRule]:
+def _backward(options: _Options, kept: _Kept, gradients: tuple[jax.Array, jax.Array]) -> tuple[DeltaRule]:
     how, scale, epsilon = options
     operands, (states, corrections) = kept
     with_gradients = DeltaRuleBackward(

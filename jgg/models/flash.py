@@ -26,6 +26,7 @@ _FORWARD, _BACKWARD = (f"_dot_product_attention_{name}_p_wrapper" for name in ("
 _QUERIES, _BLOCKS = 4096, 8  # the least of a block of queries within segments, and the most blocks
 
 type Arrays = tuple[jax.Array, jax.Array, jax.Array]  # q, k and v
+type Gradients = tuple[jax.Array, jax.Array, jax.Array, jax.Array | None, None]  # those, and of sinks and starts
 
 
 class Options(NamedTuple):
@@ -98,28 +99,25 @@ def _forward(
     return y, Kept(q, k, v, sinks, starts, y, log_sums)
 
 
-def backward(options: Options, kept: Kept, dy: jax.Array) -> tuple[jax.Array | None, ...]:
+def backward(options: Options, kept: Kept, dy: jax.Array) -> Gradients:
     """The gradients of q, k, v, sinks and starts for the gradient dy of the result.
 
     With p = exp(scale q k + bias - log_sums), they follow from the gradient p (dy v - dy y) of the logits. Those of
     keys and values by several blocks of queries are added in float32.
     """
     q, k, v, sinks, starts, y, log_sums = kept
-    slices, d_q = _slices(q, starts, options.window), []
-    d_k, d_v = (None, None) if len(slices) == 1 else (jnp.zeros(array.shape, jnp.float32) for array in (k, v))
+    slices = _slices(q, starts, options.window)
+    parts: list[jax.Array] = []
+    totals = [] if len(slices) == 1 else [jnp.zeros(array.shape, jnp.float32) for array in (k, v)]
     for own, seen in reversed(slices):
         rows = [array[:, own] for array in (y, log_sums, dy)]
-        of_block = _block_gradients(options, (q[:, own], k[:, seen], v[:, seen]), _of(starts, own), *rows)
-        d_q.insert(0, of_block[0])
-        if d_k is None or d_v is None:
-            d_k, d_v = of_block[1:]
-        else:
-            d_k, d_v = (
-                total.at[:, seen].add(part.astype(jnp.float32))
-                for total, part in zip((d_k, d_v), of_block[1:], strict=True)
-            )
+        d_q, *of_keys = _block_gradients(options, (q[:, own], k[:, seen], v[:, seen]), _of(starts, own), *rows)
+        parts.insert(0, d_q)
+        both = zip(totals, of_keys, strict=True) if totals else ()
+        totals = [total.at[:, seen].add(part.astype(jnp.float32)) for total, part in both] or of_keys
+    d_q, d_k, d_v = jnp.concatenate(parts, axis=1), *totals
     d_sinks = None if sinks is None else _sinks_gradient(sinks, y, log_sums, dy)
-    return jnp.concatenate(d_q, axis=1), d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None
+    return d_q, d_k.astype(k.dtype), d_v.astype(v.dtype), d_sinks, None
 
 
 flash_attention.defvjp(_forward, backward)

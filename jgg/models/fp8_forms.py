@@ -5,7 +5,6 @@ import weakref
 from typing import NamedTuple
 
 import jax
-from flax import nnx
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
@@ -14,6 +13,7 @@ from jgg.core.quantized import WeightForms
 from jgg.extend import How
 from jgg.linear.fp8 import Fp8
 from jgg.linear.weights import Weights, forms_of_forward
+from jgg.models.layer import Layer
 from jgg.models.modules import Options
 from jgg.nnx import Frozen
 
@@ -34,7 +34,7 @@ class _Kept(NamedTuple):
 _KEPT: dict[tuple[object, ...], _Kept] = {}  # by how they were made, and the ids of the arrays
 
 
-def put_forms(layers: nnx.Module, options: Options) -> None:
+def put_forms(layers: Layer, options: Options) -> None:
     """Puts what forward products read in place of experts' weights that a recipe multiplies in FP8.
 
     That is a byte for each weight beside the parameters, kept as long as these: see `kept_forms`. Made for each token,

@@ -1,7 +1,6 @@
 """How a mesh splits a whole model: where parameters are, how layers gather them, and how sequences are split."""
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import numpy as np
@@ -60,7 +59,7 @@ def place(
     return sharding.named(P(None, *spec) if is_stacked else spec)
 
 
-def put(array: Any, place: jax.NamedSharding) -> jax.Array:
+def put(array: np.typing.ArrayLike, place: jax.NamedSharding) -> jax.Array:
     """An array that each process has whole in its places on the devices of all processes."""
     own = np.asarray(array)
     return jax.make_array_from_callback(own.shape, place, own.__getitem__)
@@ -73,7 +72,7 @@ def on_host(array: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
 
 
-def split(state: Any, sharding: MoESharding | None) -> Any:
+def split[State](state: State, sharding: MoESharding | None) -> State:
     """Constrains stacked parameters to their places, in a traced function."""
     if sharding is None:
         return state
@@ -98,7 +97,7 @@ def split_init(
     return jax.jit(init, static_argnums=(1, 2), out_shardings=place(path, shape, sharding, is_stacked=is_stacked))
 
 
-def gathered(state: Any, sharding: MoESharding | None, dtype: DTypeLike) -> Any:
+def gathered[State](state: State, sharding: MoESharding | None, dtype: DTypeLike) -> State:
     """The parameters of one layer, those that are split gathered, except for the experts'.
 
     Matrices are rounded to `dtype` before, which all products but the router's are computed in.
@@ -143,10 +142,11 @@ def _gather(array: jax.Array, stored: jax.NamedSharding) -> jax.Array:
     return jax.lax.with_sharding_constraint(array, jax.NamedSharding(stored.mesh, P()))
 
 
-def _map_arrays(function: Callable[[tuple[str, ...], jax.Array], jax.Array], state: Any) -> Any:
+def _map_arrays[State](function: Callable[[tuple[str, ...], jax.Array], jax.Array], state: State) -> State:
     """Applies a function to the names that lead to each array, and to the array."""
 
-    def apply(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
+    def apply(path: tuple[object, ...], array: jax.Array) -> jax.Array:
         return function(tuple(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)), array)
 
-    return jax.tree_util.tree_map_with_path(apply, state)
+    mapped: State = jax.tree_util.tree_map_with_path(apply, state)
+    return mapped

@@ -118,7 +118,7 @@ def bound(new_tokens: int) -> int:
     return -(-new_tokens // step) * step
 
 
-def _with_copies(model: Decoder, batch: int, arrays: Any) -> Any:
+def _with_copies[Arrays](model: Decoder, batch: int, arrays: Arrays) -> Arrays:
     """Arrays [B, ...] with copies of the last prompt for devices that would have none."""
     sharding = model.options.sharding
     copies = 0 if sharding is None else -batch % sharding.size(*sharding.token_axes)

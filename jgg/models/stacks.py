@@ -36,11 +36,12 @@ def new_stack(plan: StackPlan, config: ModelConfig, options: Options, rngs: nnx.
 
 
 type Rotations = Mapping[RotaryConfig | None, Rotation]
+type State = nnx.State[Any, Any]
 type Sown = dict[str, jax.Array]  # what experts sowed, stacked
 type Cache = Any  # as a mixer has it
 type Caches = dict[str, Cache]  # by the stacks' names
 type Carry = tuple[jax.Array, Caches, jax.Array]
-type Inputs = tuple[dict[str, nnx.State], list[jax.Array | None], list[jax.Array | None]]
+type Inputs = tuple[dict[str, State], list[jax.Array | None], list[jax.Array | None]]
 
 
 def rotations_of(config: ModelConfig, positions: jax.Array) -> Rotations:
@@ -67,7 +68,7 @@ class Stack:
 
     plan: StackPlan
     graphdef: nnx.GraphDef[Layer]
-    state: nnx.State
+    state: State
     options: Options
     first: int
     offset: int
@@ -81,7 +82,7 @@ class Stack:
         self,
         x: jax.Array,
         cache: Cache,
-        own: nnx.State,
+        own: State,
         index: jax.Array,
         is_local: jax.Array | None,
         topk_indices: jax.Array | None,
@@ -125,7 +126,7 @@ class Stack:
         return self.place(window=window, is_local=is_local, rotation=rotation, layer=index, topk_indices=topk_indices)
 
     @property
-    def of_period(self) -> nnx.State:
+    def of_period(self) -> State:
         """The parameters of the stack's layers in the period, [repeats, stride, ...], without an axis of 1.
 
         They are the same at each of the stack's places in the period.
@@ -136,7 +137,7 @@ class Stack:
             own = array if count == len(array) else array[first : first + count]
             return own if self.stride == 1 else own.reshape(self.repeats, self.stride, *array.shape[1:])
 
-        state: nnx.State = jax.tree.map(cut, self.state)
+        state: State = jax.tree.map(cut, self.state)
         return state
 
 
@@ -244,14 +245,14 @@ def merge_stack(layers: Layer, options: Options) -> None:
     nnx.update(layers, split(merged, options.sharding))
 
 
-def _merged(graphdef: nnx.GraphDef[Layer], state: nnx.State[Any, Any]) -> nnx.State[Any, Any]:
+def _merged(graphdef: nnx.GraphDef[Layer], state: State) -> State:
     """The state of a layer with its adapters merged."""
     layer = nnx.merge(graphdef, state)
     layer.merge_adapters()
     return nnx.state(layer)
 
 
-def _rematerialized(stack: Stack, own: nnx.State, is_loop: bool) -> Callable[..., tuple[jax.Array, Cache, Sown]]:
+def _rematerialized(stack: Stack, own: State, is_loop: bool) -> Callable[..., tuple[jax.Array, Cache, Sown]]:
     """A layer whose backward pass computes again what `options.remat` does not keep.
 
     No policy can keep 8-bit floats: JAX passes what it keeps through `reduce_precision`, which turns those of 256 and
@@ -277,7 +278,7 @@ def _rematerialized(stack: Stack, own: nnx.State, is_loop: bool) -> Callable[...
     return jax.checkpoint(stack.__call__, policy=policy, prevent_cse=not is_loop)
 
 
-def _has_float8(state: nnx.State) -> bool:
+def _has_float8(state: State) -> bool:
     """Whether arrays of a state are in 8-bit floats."""
     floats = (array.dtype for array in jax.tree.leaves(state) if jnp.issubdtype(array.dtype, jnp.floating))
     return any(dtype.itemsize == 1 for dtype in floats)

@@ -3,6 +3,7 @@
 from collections.abc import Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
+import jax
 from flax import nnx
 
 from jgg.core.choices import OF_DENSE, OF_EXPERTS, OF_MIXERS, OF_MOE
@@ -26,7 +27,7 @@ class Stack(NamedTuple):
     family: Family
 
     @property
-    def variables(self) -> dict[str, nnx.Variable[Any]]:
+    def variables(self) -> dict[str, nnx.Variable[jax.Array]]:
         """The variables that are no adapters by the names in `Family.layer`, and those of experts as "moe.NAME"."""
         return self._of(nnx.Not(nnx.LoRAParam))
 
@@ -37,11 +38,11 @@ class Stack(NamedTuple):
         return {name: tensor for name, tensor in self.family.layer.items() if name in variables}
 
     @property
-    def adapters(self) -> dict[str, nnx.Variable[Any]]:
+    def adapters(self) -> dict[str, nnx.Variable[jax.Array]]:
         """The variables of the LoRA adapters, by the same names with "_lora_a" or "_lora_b"."""
         return self._of(nnx.LoRAParam)
 
-    def _of(self, kind: nnx.filterlib.Filter) -> dict[str, nnx.Variable[Any]]:
+    def _of(self, kind: nnx.filterlib.Filter) -> dict[str, nnx.Variable[jax.Array]]:
         flat = nnx.to_flat_state(nnx.state(self.layers, kind))
         return {".".join(map(str, path)): variable for path, variable in flat}
 

@@ -1,10 +1,10 @@
 """`qk_clip`: scales queries and keys of a model whose attention has too large logits, as MuonClip does."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.typing import ArrayLike
 
 from jgg.core.arguments import as_array, check, check_instance
@@ -71,7 +71,7 @@ def qk_clip(model: Decoder, max_logits: Mapping[str, ArrayLike], threshold: floa
             _clip_norms(mixer, own, factors[name], model.config.norm_offset)
 
 
-def _clip_latent(mixer: Any, own: LatentConfig, factors: jax.Array) -> None:
+def _clip_latent(mixer: nnx.Module, own: LatentConfig, factors: jax.Array) -> None:
     """Scales by factors [layers, heads]."""
     roots = jnp.sqrt(factors)
     of_queries = _each(((roots, own.plain_features), (factors, own.rotated_features)))
@@ -80,7 +80,7 @@ def _clip_latent(mixer: Any, own: LatentConfig, factors: jax.Array) -> None:
     _scale(mixer, "w_kv_b", of_keys)
 
 
-def _clip_matrices(mixer: Any, own: AttentionConfig, factors: jax.Array) -> None:
+def _clip_matrices(mixer: nnx.Module, own: AttentionConfig, factors: jax.Array) -> None:
     of_queries, of_keys = _of_heads(own, factors)
     gate = ((jnp.ones_like(of_queries), own.head_features),) if own.use_gate else ()
     queries, keys = _each(((of_queries, own.head_features), *gate)), _each(((of_keys, own.head_features),))
@@ -90,7 +90,7 @@ def _clip_matrices(mixer: Any, own: AttentionConfig, factors: jax.Array) -> None
             _scale(mixer, f"b_{name}", of_name)
 
 
-def _clip_norms(mixer: Any, own: AttentionConfig, factors: jax.Array, offset: float) -> None:
+def _clip_norms(mixer: nnx.Module, own: AttentionConfig, factors: jax.Array, offset: float) -> None:
     if own.qk_norm == "head":
         root = jnp.sqrt(jnp.min(factors, axis=1, keepdims=True))
         of_queries = of_keys = root
@@ -116,7 +116,7 @@ def _each(parts: tuple[tuple[jax.Array, int], ...]) -> jax.Array:
     return jnp.concatenate(repeated, axis=2).reshape(len(parts[0][0]), -1)
 
 
-def _scale(mixer: Any, name: str, factors: jax.Array, offset: float = 0.0) -> None:
+def _scale(mixer: nnx.Module, name: str, factors: jax.Array, offset: float = 0.0) -> None:
     """Multiplies a parameter [layers, ..., features], to which `offset` is added where it is used, by its features.
 
     The b of a matrix's adapter has the same features.

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from jgg.optim.newton_schulz import checked_method, iterate, scaled
 from jgg.optim.parameters import matrices, matrix_axes, of_leaves, shape_factor
 from jgg.optim.split import map_stacks, placed
 
+type Tree = object  # a pytree with a value of each parameter, a function that makes one of the parameters, or None
+
 
 class MuonState(NamedTuple):
     """The state of `muon` for matrices.
@@ -28,7 +30,7 @@ class MuonState(NamedTuple):
     """
 
     step: jax.Array
-    mu: Any
+    mu: optax.Updates
 
 
 def muon(
@@ -38,7 +40,7 @@ def muon(
     beta: ArrayLike = 0.95,
     eps: float = 1e-8,
     weight_decay: optax.ScalarOrSchedule = 0.0,
-    weight_decay_mask: Any = None,
+    weight_decay_mask: Tree = None,
     mu_dtype: DTypeLike | None = None,
     *,
     nesterov: bool = True,
@@ -48,9 +50,9 @@ def muon(
     adam_eps_root: ArrayLike = 0.0,
     adam_weight_decay: optax.ScalarOrSchedule = 0.0,
     adam_learning_rate: optax.ScalarOrSchedule | None = None,
-    muon_weight_dimension_numbers: Any = None,
+    muon_weight_dimension_numbers: Tree = None,
     consistent_rms: float | None = None,
-    shardings: Any = None,
+    shardings: Tree = None,
     ns_dtype: DTypeLike = "float16",
     ns_method: str | None = None,
     implementation: str | None = None,
@@ -147,7 +149,7 @@ class _Options(NamedTuple):
     iterate: Callable[..., jax.Array]
 
 
-def _labels(numbers: Any, params: Any) -> Any:
+def _labels(numbers: Tree, params: optax.Params) -> optax.Params:
     """Which of the two optimizers trains each parameter; raises if Muon trains none."""
     found = of_leaves(numbers, params)
     check(
@@ -159,16 +161,18 @@ def _labels(numbers: Any, params: Any) -> Any:
     return jax.tree.unflatten(treedef, ["adam" if own is None else "muon" for own in found])
 
 
-def _orthogonal_momentum(options: _Options, numbers: Any, shardings: Any) -> optax.GradientTransformation:
+def _orthogonal_momentum(options: _Options, numbers: Tree, shardings: Tree) -> optax.GradientTransformation:
     """Updates that are the means of gradients, made orthogonal and scaled by their shapes."""
 
-    def init(params: Any) -> MuonState:
+    def init(params: optax.Params) -> MuonState:
         for param, own in zip(jax.tree.leaves(params), of_leaves(numbers, params), strict=True):
             matrix_axes(param.shape, own)
         mu = jax.tree.map(lambda p: jnp.zeros_like(p, options.mu_dtype), params)
         return MuonState(jnp.zeros((), jnp.int32), mu)
 
-    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, MuonState]:
+    def update(
+        updates: optax.Updates, state: MuonState, params: optax.Params | None = None
+    ) -> tuple[optax.Updates, MuonState]:
         count = jnp.asarray(optax.safe_increment(state.step))
         gradients, treedef = jax.tree.flatten(updates)
         own = zip(
@@ -191,7 +195,7 @@ def _updated(
     gradient: jax.Array,
     mu: jax.Array,
     numbers: MuonDimensionNumbers,
-    sharding: Any,
+    sharding: jax.sharding.Sharding | None,
 ) -> tuple[jax.Array, jax.Array]:
     """The update of a parameter and its new mean of gradients.
 

@@ -4,6 +4,7 @@ import math
 from typing import Any
 
 import jax
+import optax
 from optax.contrib import MuonDimensionNumbers
 
 from jgg.core.arguments import check
@@ -11,7 +12,7 @@ from jgg.core.arguments import check
 _OTHERS = "w_embedding", "w_head", "w_router"  # matrices by their names, which AdamW trains
 
 
-def matrices(params: Any) -> Any:
+def matrices(params: optax.Params) -> optax.Params:
     """The default of `muon_weight_dimension_numbers`: the matrices of jgg's models and layers, by their names.
 
     They are all arrays whose name begins with "w_" but "w_embedding", "w_head", "w_router" and LoRA's factors, such as
@@ -26,7 +27,7 @@ def matrices(params: Any) -> Any:
       The same pytree with `MuonDimensionNumbers(-2, -1)` in the place of matrices, and None in that of others.
     """
 
-    def numbers(path: tuple[Any, ...], array: jax.Array) -> MuonDimensionNumbers | None:
+    def numbers(path: tuple[object, ...], array: jax.Array) -> MuonDimensionNumbers | None:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, str)]
         name = names[-1] if names else ""
         is_own = name.startswith("w_") and not name.startswith(_OTHERS) and "_lora_" not in name
@@ -36,7 +37,7 @@ def matrices(params: Any) -> Any:
     return jax.tree_util.tree_map_with_path(numbers, params)
 
 
-def of_leaves(tree: Any, params: Any) -> list[Any]:
+def of_leaves(tree: object, params: optax.Params) -> list[Any]:
     """What a pytree, or a function that makes one of the parameters, has for each array of `params`.
 
     It has the structure of the parameters or a prefix of it. The parameters may be some of its own, the others masked
@@ -55,7 +56,7 @@ def of_leaves(tree: Any, params: Any) -> list[Any]:
     return found
 
 
-def _keys(path: tuple[Any, ...]) -> tuple[Any, ...]:
+def _keys(path: tuple[object, ...]) -> tuple[object, ...]:
     """The path without the variables of Flax NNX, which states have and optimizers take away."""
     return tuple(key for key in path if key != jax.tree_util.GetAttrKey("value"))
 

@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ Iterate = Callable[[jax.Array], jax.Array]  # of matrices [G, N, K]
 Axes = tuple[tuple[int, ...], tuple[int, ...]]  # of a parameter: a matrix's rows, and its columns
 
 
-def map_stacks(iterate: Iterate, x: jax.Array, axes: Axes, sharding: Any = None) -> jax.Array:
+def map_stacks(iterate: Iterate, x: jax.Array, axes: Axes, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
     """Applies `iterate` to all matrices of a parameter x, in place, those of one index of its first axes at a time.
 
     Args:
@@ -41,7 +40,7 @@ def map_stacks(iterate: Iterate, x: jax.Array, axes: Axes, sharding: Any = None)
     return placed(y, sharding)
 
 
-def placed(array: jax.Array, sharding: Any) -> jax.Array:
+def placed(array: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
     """The array, which XLA must split in this way and no other; types say it of arrays on Explicit axes."""
     if not isinstance(sharding, jax.NamedSharding) or set(sharding.mesh.axis_types) != {jax.sharding.AxisType.Auto}:
         return array
@@ -101,7 +100,12 @@ def _stack_axis(ndim: int, axes: Axes) -> int | None:
     return max((axis for axis in range(ndim) if axis not in sum(axes, ())), default=None)
 
 
-def _shared(shape: tuple[int, ...], axes: Axes, names: list[tuple[str, ...]], mesh: Any) -> tuple[str, ...]:
+def _shared(
+    shape: tuple[int, ...],
+    axes: Axes,
+    names: list[tuple[str, ...]],
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+) -> tuple[str, ...]:
     """The axes of the mesh that split nothing yet, and along which devices can share out a stack's matrices."""
     stack = _stack_axis(len(shape), axes)
     if stack is None:

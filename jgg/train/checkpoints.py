@@ -6,7 +6,6 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +16,7 @@ from jgg.train.digests import digests_of
 from jgg.train.locks import folder_lock
 from jgg.train.state import is_key
 
-Arrays = Mapping[str, Any]  # by their names
+Arrays = Mapping[str, jax.Array]  # by their names
 
 _OWN = 2**22  # bytes that Orbax needs for a checkpoint besides its arrays
 
@@ -50,7 +49,7 @@ class FrozenWeights:
 
 
 @contextlib.contextmanager
-def opened(folder: str | os.PathLike[str] | None) -> Iterator[Any]:
+def opened(folder: str | os.PathLike[str] | None) -> Iterator[ocp.CheckpointManager]:
     """Orbax's manager of a folder, which keeps the last two checkpoints; None without a folder.
 
     No other run can use the folder meanwhile. On leaving it waits until everything is written.
@@ -78,7 +77,7 @@ def opened(folder: str | os.PathLike[str] | None) -> Iterator[Any]:
                 manager.close()
 
 
-def save(manager: Any, step: int, arrays: Arrays, weights: FrozenWeights) -> None:
+def save(manager: ocp.CheckpointManager, step: int, arrays: Arrays, weights: FrozenWeights) -> None:
     """Begins to write a checkpoint of arrays, of frozen weights their digests alone.
 
     Raises: TrainingError: it, or the one before it, cannot be written.
@@ -112,7 +111,7 @@ def _writing(folder: os.PathLike[str]) -> Iterator[None]:
         raise TrainingError(f"could not write checkpoints into {folder}: {text[:300]}") from error
 
 
-def restored(manager: Any, step: int, arrays: Arrays) -> dict[str, jax.Array]:
+def restored(manager: ocp.CheckpointManager, step: int, arrays: Arrays) -> dict[str, jax.Array]:
     """The arrays that a checkpoint has, by their names, split over devices as these are.
 
     Args:
@@ -149,7 +148,7 @@ def _check_same(there: Mapping[str, str], here: Mapping[str, str]) -> None:
         check(got == wanted, f"{name} is {got}, and {wanted} here")
 
 
-def _read(manager: Any, step: int, arrays: Arrays) -> dict[str, jax.Array]:
+def _read(manager: ocp.CheckpointManager, step: int, arrays: Arrays) -> dict[str, jax.Array]:
     plain = {name: _plain(array) for name, array in arrays.items()}
     described = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in plain.items()}
     asked = {name: own for name, own in described.items() if own.size}
@@ -158,12 +157,12 @@ def _read(manager: Any, step: int, arrays: Arrays) -> dict[str, jax.Array]:
     return {name: _like(array, found[name]) for name, array in arrays.items()}
 
 
-def _plain(array: Any) -> Any:
+def _plain(array: jax.Array) -> jax.Array:
     """An array that files can hold: of random keys their numbers."""
     return jax.random.key_data(array) if is_key(array) else array
 
 
-def _like(array: Any, plain: jax.Array) -> jax.Array:
+def _like(array: jax.Array, plain: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(plain, impl=jax.random.key_impl(array)) if is_key(array) else plain
 
 
@@ -173,5 +172,5 @@ def _alias(array: jax.Array) -> jax.Array:
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
 
 
-def _type_of(array: Any) -> str:
+def _type_of(array: jax.Array) -> str:
     return f"{array.dtype} {list(array.shape)}"

@@ -1,7 +1,5 @@
 """Options of XLA for the step of a training loop."""
 
-from typing import Any
-
 import jax
 
 from jgg.core.arguments import as_int
@@ -21,7 +19,7 @@ _OF_GATHERS = {
 }
 
 
-def compiler_options(num_devices: int = 1) -> dict[str, Any]:
+def compiler_options(num_devices: int = 1) -> dict[str, object]:
     """Returns options of XLA that make a step of training faster, for `jax.jit`; none where there is no GPU.
 
     `jax.lax.scan` over layers keeps values for the backward pass in stacks, and XLA fills these with zeros first: 12

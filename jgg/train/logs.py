@@ -5,13 +5,14 @@ import json
 import os
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from types import ModuleType, TracebackType
+from typing import Self
 
 from jgg.core.arguments import as_path, check_instance
 from jgg.core.choices import TRACKERS
 from jgg.core.files import replace_text
 
+type _Tracker = tuple[Callable[[int, dict[str, float]], object], Callable[[], object]]  # writes values; ends
 _START, _LONGEST = b'{"step": ', 2**16  # of a line, in bytes
 
 
@@ -44,7 +45,7 @@ class Log:
         path: str | os.PathLike[str],
         *,
         trackers: Collection[str] = (),
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
     ) -> None:
         self.path, self._settings = as_path("path", path), dict(settings or {})
         check_instance("trackers", trackers, Collection, f"a collection of {', '.join(TRACKERS)}")
@@ -53,7 +54,7 @@ class Log:
                 raise ValueError(f"trackers must be of {', '.join(TRACKERS)}, got {name!r}.")
         check_log(self.path)
         self._modules = {name: _imported(TRACKERS[name], name) for name in trackers}
-        self._trackers: list[tuple[Callable[[int, dict[str, float]], Any], Callable[[], Any]]] | None = None
+        self._trackers: list[_Tracker] | None = None
 
     def __enter__(self) -> Self:
         return self
@@ -92,7 +93,7 @@ class Log:
         start = {"tensorboard": self._tensorboard, "wandb": self._wandb}
         self._trackers = [start[name](module, step) for name, module in self._modules.items()]
 
-    def _tensorboard(self, module: Any, step: int) -> tuple[Callable[[int, dict[str, float]], Any], Callable[[], Any]]:
+    def _tensorboard(self, module: ModuleType, step: int) -> _Tracker:
         writer = module.SummaryWriter(str(self.path.with_suffix(".tensorboard")), purge_step=step)
 
         def write(step: int, values: dict[str, float]) -> None:
@@ -101,7 +102,7 @@ class Log:
 
         return write, writer.close
 
-    def _wandb(self, module: Any, step: int) -> tuple[Callable[[int, dict[str, float]], Any], Callable[[], Any]]:
+    def _wandb(self, module: ModuleType, step: int) -> _Tracker:
         run = module.init(name=self.path.stem, config=self._settings)
         return lambda step, values: run.log(values, step=step), run.finish
 
@@ -131,7 +132,7 @@ def _is_of_log(line: bytes) -> bool:
         return b'": "' not in line  # cut off
 
 
-def _imported(package: str, tracker: str) -> Any:
+def _imported(package: str, tracker: str) -> ModuleType:
     try:
         return importlib.import_module(package)
     except ImportError as error:

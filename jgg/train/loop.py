@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import orbax.checkpoint as ocp
 from flax import nnx
 
 from jgg.core.arguments import as_int, check, check_instance
@@ -17,8 +18,22 @@ from jgg.train.checkpoints import FrozenWeights, TrainingError, opened, restored
 from jgg.train.compiling import compiler_options
 from jgg.train.meter import Meter, Speed
 from jgg.train.preemption import Preempted, stop_notices
-from jgg.train.state import everywhere, form_of, is_key, named, named_in, own_arrays, place, put, set_named, split
-from jgg.train.steps import Batch, changed_by, step_of
+from jgg.train.state import (
+    Path,
+    Split,
+    State,
+    everywhere,
+    form_of,
+    is_key,
+    named,
+    named_in,
+    own_arrays,
+    place,
+    put,
+    set_named,
+    split,
+)
+from jgg.train.steps import Batch, Loss, changed_by, step_of
 
 _OPTIMIZER = "optimizer."  # before the names of arrays
 
@@ -78,9 +93,9 @@ class Trainer:
         self,
         model: nnx.Module,
         optimizer: optax.GradientTransformation,
-        loss: Callable[[Any, Batch], tuple[jax.Array, Any]],
+        loss: Loss,
         *,
-        wrt: type[nnx.Variable[Any]] = nnx.Param,
+        wrt: type[nnx.Variable[jax.Array]] = nnx.Param,
         accumulate: bool = False,
         lengths_of: Callable[[Batch], np.ndarray] = lambda batch: np.zeros(0, int),
         batch_sharding: jax.sharding.Sharding | None = None,
@@ -101,9 +116,9 @@ class Trainer:
         self._trained = _types_of(params)
         self._weights = FrozenWeights(named_in(nnx.filter_state(state, nnx.All((nnx.Param, Frozen), nnx.Not(wrt)))))
         self._opt_state = self._first_opt_state()
-        self._form: Any = None  # that of the model for which the step is compiled
-        self._changed: Collection[Any] = ()
-        self._done: tuple[Any, int] | None = None  # a folder of checkpoints, and the step after which the state is
+        self._form: tuple[object, ...] | None = None  # that of the model for which the step is compiled
+        self._changed: Collection[Path] = ()
+        self._done: tuple[object, int] | None = None  # a folder of checkpoints, and the step after which the state is
 
     def fit(
         self,
@@ -199,7 +214,7 @@ class Trainer:
                 if is_stopped:
                     raise Preempted(step)
 
-    def _resume(self, manager: Any) -> int:
+    def _resume(self, manager: ocp.CheckpointManager) -> int:
         """The step from which training goes on: after the last checkpoint, which is restored unless this wrote it."""
         if manager is None:
             return 0
@@ -222,14 +237,14 @@ class Trainer:
         self._done = manager.directory, latest
         return latest
 
-    def _arrays(self) -> dict[str, Any]:
+    def _arrays(self) -> dict[str, jax.Array]:
         """All that is saved, by names."""
         return named_in(nnx.state(self.model)) | named(self._opt_state, _OPTIMIZER)
 
-    def _first_opt_state(self) -> Any:
+    def _first_opt_state(self) -> optax.OptState:
         """The optimizer's state for the model as it is, placed as the parameters are; its scalars are its own."""
 
-        def placed(leaf: Any) -> jax.Array:
+        def placed(leaf: jax.Array) -> jax.Array:
             if not isinstance(leaf, jax.Array):
                 leaf = jnp.asarray(leaf)
             elif leaf.ndim == 0:
@@ -246,7 +261,7 @@ class Trainer:
         nnx.update(self.model, state)
         return measured
 
-    def _prepared(self, batch: Batch) -> tuple[Any, Any]:
+    def _prepared(self, batch: Batch) -> tuple[State, State]:
         """The variables that a step replaces, of arrays that it may take, and those that it reads."""
         graphdef, state, frozen = self._split()
         form = graphdef, form_of((state, frozen))
@@ -260,20 +275,20 @@ class Trainer:
         own_arrays(state)
         return state, frozen
 
-    def _split(self) -> tuple[Any, Any, Any]:
+    def _split(self) -> Split:
         graphdef, state, frozen = split(self.model, self._wrt, self._changed)
         for part in (state, frozen):
             self._places |= place(part, self._places, self._everywhere)
         return graphdef, state, frozen
 
-    def _compiled(self, graphdef: Any, state: Any, frozen: Any, batch: Batch) -> Any:
+    def _compiled(self, graphdef: nnx.GraphDef[nnx.Module], state: State, frozen: State, batch: Batch) -> Any:
         step = step_of(graphdef, self._optimizer, self._loss, self._accumulate, self._wrt, self._changed)
         shardings = jax.tree.map(lambda a: a.sharding, (state, self._opt_state))
         options = compiler_options(num_gathering(self.model))
         jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, self._everywhere), compiler_options=options)
         return jitted.lower((state, self._opt_state), frozen, batch).compile()
 
-    def _check_trained(self, params: Any) -> None:
+    def _check_trained(self, params: State) -> None:
         """Raises ValueError unless the optimizer's state fits the trained variables."""
         found = _types_of(params)
         for name in [*self._trained, *found]:
@@ -284,7 +299,7 @@ class Trainer:
                 "make another Trainer.",
             )
 
-    def _check_finite(self, losses: list[np.ndarray], last: int, manager: Any) -> None:
+    def _check_finite(self, losses: list[np.ndarray], last: int, manager: ocp.CheckpointManager) -> None:
         """Raises TrainingError for the first loss that is not finite; `last` is the step of the last loss."""
         for step, loss in enumerate(losses, last - len(losses) + 1):
             if not np.isfinite(loss):
@@ -306,12 +321,12 @@ def on_devices(batch: Batch, sharding: jax.sharding.Sharding) -> Batch:
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), batch)
 
 
-def _described(array: jax.Array) -> Any:
+def _described(array: jax.Array) -> object:
     """The shape, dtype and place of an array."""
     return array if is_key(array) else jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
-def _types_of(params: Any) -> dict[str, str]:
+def _types_of(params: State) -> dict[str, str]:
     return {name: f"{array.dtype} {list(array.shape)}" for name, array in named_in(params).items()}
 
 

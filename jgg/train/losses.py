@@ -3,7 +3,6 @@
 import functools
 import math
 from collections.abc import Callable, Iterable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,6 +101,6 @@ def perplexity_of(loss: float) -> float:
 
 
 @functools.partial(jax.jit, static_argnums=2)
-def _sum_of_losses(model: Any, part: Batch, packed: bool) -> jax.Array:
+def _sum_of_losses(model: Decoder, part: Batch, packed: bool) -> jax.Array:
     segments = part["segments"] if packed else None
     return model.loss(part["tokens"], part["targets"], segments, weights=part["weights"], mask=part["segments"] > 0)

@@ -1,10 +1,11 @@
 """Float32 masters of 16-bit parameters, kept by the optimizer."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.typing import DTypeLike
 
 from jgg.core.arguments import check_instance
 
@@ -17,8 +18,8 @@ class MastersState(NamedTuple):
       inner: the state of the optimizer within.
     """
 
-    masters: Any
-    inner: Any
+    masters: optax.Params
+    inner: optax.OptState
 
 
 def float32_masters(
@@ -59,18 +60,20 @@ def float32_masters(
     check_instance("optimizer", optimizer, optax.GradientTransformation, "an optimizer of optax")
     inner = optax.with_extra_args_support(optimizer)
 
-    def init(params: Any) -> MastersState:
+    def init(params: optax.Params) -> MastersState:
         masters = jax.tree.map(lambda p: p.astype(jnp.float32) if _is_short(p) else optax.MaskedNode(), params)
         return MastersState(masters, inner.init(jax.tree.map(_in_float32, params)))
 
-    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, MastersState]:
+    def update(
+        updates: optax.Updates, state: MastersState, params: optax.Params | None = None, **extra: object
+    ) -> tuple[optax.Updates, MastersState]:
         if params is None:
             raise ValueError("params must be the parameters, as in optimizer.update(updates, state, params), got None.")
         trained = jax.tree.map(_trained, params, state.masters)
         gradients = jax.tree.map(lambda p, g: _in_float32(g) if _is_short(p) else g, params, updates)
         updates, inner_state = inner.update(gradients, state.inner, trained, **extra)
 
-        def moved(param: jax.Array, own: jax.Array, step: jax.Array) -> Any:
+        def moved(param: jax.Array, own: jax.Array, step: jax.Array) -> optax.Params:
             return own + _in_float32(step) if _is_short(param) else optax.MaskedNode()
 
         masters = jax.tree.map(moved, params, trained, updates)
@@ -88,7 +91,7 @@ def _in_float32(array: jax.Array) -> jax.Array:
     return array.astype(jnp.float32) if _is_short(array) else array
 
 
-def _trained(param: jax.Array, master: Any) -> jax.Array:
+def _trained(param: jax.Array, master: jax.Array) -> jax.Array:
     """What the optimizer within trains: the master, but the parameter's numbers that are not the master's, rounded."""
     if not _is_short(param):
         return param
@@ -97,12 +100,12 @@ def _trained(param: jax.Array, master: Any) -> jax.Array:
     return jnp.where(_rounded(master, param.dtype) == wide, master, wide)
 
 
-def _step_to(param: jax.Array, master: Any, step: jax.Array) -> jax.Array:
+def _step_to(param: jax.Array, master: jax.Array, step: jax.Array) -> jax.Array:
     """What must be added to a parameter so that it becomes its master, rounded; `step` where it has none."""
     return _rounded(master, param.dtype) - param.astype(jnp.float32) if _is_short(param) else step
 
 
-def _rounded(array: jax.Array, dtype: Any) -> jax.Array:
+def _rounded(array: jax.Array, dtype: DTypeLike) -> jax.Array:
     """A float32 array rounded to a dtype, in float32; XLA may leave out a plain conversion there and back."""
     info = jnp.finfo(dtype)
     rounded = jax.lax.reduce_precision(array, info.nexp, info.nmant)

@@ -4,7 +4,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -49,7 +49,7 @@ class Speed(NamedTuple):
 class Meter:
     """Counts the tokens, the FLOPs and the time of the steps that train the variables of type `wrt` of a model."""
 
-    def __init__(self, model: nnx.Module, wrt: type[nnx.Variable[Any]]) -> None:
+    def __init__(self, model: nnx.Module, wrt: type[nnx.Variable[jax.Array]]) -> None:
         self.num_devices = len(jax.tree.leaves(nnx.state(model, wrt))[0].sharding.device_set)
         self.mixers: Sequence[MixerConfig] = ()
         self.flops_per_token = 0.0
@@ -87,10 +87,10 @@ class Meter:
         return Speed(self.tokens, seconds, mfu, (device.memory_stats() or {}).get("peak_bytes_in_use"))
 
 
-def _flops_per_token(model: Decoder, wrt: type[nnx.Variable[Any]]) -> float:
+def _flops_per_token(model: Decoder, wrt: type[nnx.Variable[jax.Array]]) -> float:
     """FLOPs of all products for a token, without attention."""
 
-    def flops(matrix: nnx.Variable[Any]) -> float:
+    def flops(matrix: nnx.Variable[jax.Array]) -> float:
         """FLOPs for each parameter."""
         return 6.0 if isinstance(matrix, wrt) else 4.0
 

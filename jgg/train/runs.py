@@ -4,12 +4,11 @@ import json
 import tomllib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any
 
 from jgg.core.files import check_regular, replace_text
 
 
-def note_run(path: Path, options: Mapping[str, Any], noted: Mapping[str, Any], comment: str = "") -> None:
+def note_run(path: Path, options: Mapping[str, object], noted: Mapping[str, object], comment: str = "") -> None:
     """Writes the options of a run, which `jgg COMMAND --config` reads, and further values as a table [noted].
 
     Options that are None are left out. Values are strings, paths, numbers, bools and lists of them.
@@ -20,7 +19,9 @@ def note_run(path: Path, options: Mapping[str, Any], noted: Mapping[str, Any], c
     replace_text(path, "".join(lines))
 
 
-def changes(path: Path, options: Mapping[str, Any], noted: Mapping[str, Any], free: Collection[str] = ()) -> list[str]:
+def changes(
+    path: Path, options: Mapping[str, object], noted: Mapping[str, object], free: Collection[str] = ()
+) -> list[str]:
     """What differs from the run that `path` notes, each as "NAME is VALUE, was VALUE"; options in `free` may differ.
 
     Raises: ValueError: the file is no TOML file.
@@ -38,7 +39,7 @@ def check_notes(path: Path) -> None:
         raise FileExistsError(f"{path} is there and notes no run: choose another name")
 
 
-def noted_in(path: Path) -> dict[str, Any]:
+def noted_in(path: Path) -> dict[str, object]:
     """The further values that a file notes of a run.
 
     Raises: ValueError: the file is no TOML file.
@@ -46,7 +47,7 @@ def noted_in(path: Path) -> dict[str, Any]:
     return _read(path)[1]
 
 
-def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+def _read(path: Path) -> tuple[dict[str, object], dict[str, object]]:
     """The options in a file, and the further values."""
     check_regular(path)
     try:
@@ -57,17 +58,17 @@ def _read(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     return options, noted if isinstance(noted, dict) else {}
 
 
-def _changes(before: Mapping[str, Any], now: Mapping[str, Any], free: Collection[str]) -> list[str]:
+def _changes(before: Mapping[str, object], now: Mapping[str, object], free: Collection[str]) -> list[str]:
     names = [name for name in {**now, **before} if name not in free and before.get(name) != now.get(name)]
     return [f"{name} is {now.get(name)}, was {before.get(name)}" for name in names]
 
 
-def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+def _plain(values: Mapping[str, object]) -> dict[str, object]:
     """The values as a file gives them back."""
     return tomllib.loads("".join(f"{name} = {_toml(value)}\n" for name, value in values.items() if value is not None))
 
 
-def _toml(value: Any) -> str:
+def _toml(value: object) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list | tuple):

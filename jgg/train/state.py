@@ -12,10 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+type State = nnx.State[Any, Any]
+type Split = tuple[nnx.GraphDef[nnx.Module], State, State]
 Path = tuple[Any, ...]
 
 
-def split(model: nnx.Module, wrt: type[nnx.Variable[Any]], changed: Collection[Path] = ()) -> tuple[Any, Any, Any]:
+def split(model: nnx.Module, wrt: type[nnx.Variable[jax.Array]], changed: Collection[Path] = ()) -> Split:
     """The graph of a model, the variables that a step replaces, and those that it only reads.
 
     Args:
@@ -31,7 +33,7 @@ def name_of(path: Path) -> str:
     return ".".join(map(str, path))
 
 
-def named(tree: Any, prefix: str) -> dict[str, Any]:
+def named(tree: object, prefix: str) -> dict[str, jax.Array]:
     """The arrays of a tree by their names, such as optimizer.0.count."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
     return {
@@ -39,7 +41,7 @@ def named(tree: Any, prefix: str) -> dict[str, Any]:
     }
 
 
-def named_in(state: Any) -> dict[str, Any]:
+def named_in(state: State) -> dict[str, jax.Array]:
     """The arrays of a model's state by their names, such as model.layers.attention.w_q."""
     values = ((path, _value_of(leaf)) for path, leaf in nnx.to_flat_state(state))
     return {name: leaf for path, value in values for name, leaf in named(value, f"model.{name_of(path)}.").items()}
@@ -57,25 +59,25 @@ def set_named(model: nnx.Module, arrays: Mapping[str, jax.Array]) -> None:
     nnx.update(model, state)  # for arrays that are no variables
 
 
-def form_of(tree: Any) -> tuple[Any, ...]:
+def form_of(tree: object) -> tuple[object, ...]:
     """What a compiled program is made for: the structure of a tree, and the shape, dtype and place of each array."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
 
 
-def everywhere(tree: Any) -> jax.NamedSharding | None:
+def everywhere(tree: object) -> jax.NamedSharding | None:
     """The sharding of what is on all devices of the mesh that splits a tree's arrays; None without a mesh."""
     shardings = (leaf.sharding for leaf in jax.tree.leaves(tree))
     mesh = next((own.mesh for own in shardings if isinstance(own, jax.NamedSharding)), None)
     return None if mesh is None else jax.NamedSharding(mesh, jax.P())
 
 
-def is_key(array: Any) -> bool:
+def is_key(array: jax.Array) -> bool:
     """Whether an array is of random keys, as `jax.random.key` makes them."""
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
-def put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
+def put(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
     """An array that each process has, on the devices of a sharding."""
     if is_key(array):
         return jax.random.wrap_key_data(put(jax.random.key_data(array), sharding), impl=jax.random.key_impl(array))
@@ -85,7 +87,7 @@ def put(array: Any, sharding: jax.sharding.Sharding) -> jax.Array:
 
 
 def place(
-    state: Any,
+    state: State,
     places: Mapping[Path, Any] = MappingProxyType({}),
     default: jax.sharding.Sharding | None = None,
 ) -> dict[Path, Any]:
@@ -116,7 +118,7 @@ def place(
     return found
 
 
-def own_arrays(state: Any) -> None:
+def own_arrays(state: State) -> None:
     """Gives variables whose arrays something else refers to, such as a clone of the model, copies of these.
 
     A step can then take the arrays of all of them. It copies nothing if only the variables refer to their arrays.
@@ -140,7 +142,7 @@ def _value_of(leaf: Any) -> Any:
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
-def _set(state: Any, path: Path, leaf: Any, value: Any) -> None:
+def _set(state: State, path: Path, leaf: object, value: object) -> None:
     if isinstance(leaf, nnx.Variable):
         leaf.set_raw_value(value)
     else:

@@ -9,17 +9,20 @@ import jax.numpy as jnp
 import optax
 from flax import nnx
 
-from jgg.train.state import Path, name_of
+from jgg.train.state import Path, State, name_of
 
 Batch = Any  # a pytree of arrays
+type Metrics = object  # a pytree of arrays
+type Loss = Callable[..., tuple[jax.Array, Metrics]]
+type Measured = tuple[tuple[jax.Array, Metrics], State, State]  # with what the loss changes, and gradients
 
 
 def step_of(
-    graphdef: Any,
+    graphdef: nnx.GraphDef[nnx.Module],
     optimizer: optax.GradientTransformation,
-    loss: Callable[..., Any],
+    loss: Loss,
     accumulate: bool,
-    wrt: type[nnx.Variable[Any]] = nnx.Param,
+    wrt: type[nnx.Variable[jax.Array]] = nnx.Param,
     changed: Collection[Path] = (),
 ) -> Callable[..., Any]:
     """The step: ((state, opt_state), frozen, batch) -> (the first after it, (loss, metrics)).
@@ -29,19 +32,21 @@ def step_of(
     """
 
     @functools.partial(jax.value_and_grad, has_aux=True)
-    def gradients_of(params: Any, others: Any, part: Batch) -> Any:
+    def gradients_of(
+        params: State, others: tuple[State, State], part: Batch
+    ) -> tuple[jax.Array, tuple[Metrics, State]]:
         # variables can only be changed in the trace that they are made in
         model = nnx.merge(graphdef, *jax.tree.map(lambda a: a, (params, *others)))
         value, metrics = loss(model, part)
         return value, (metrics, changed_in(nnx.state(model)))
 
-    def gradients_at(state: Any, frozen: Any, part: Batch) -> Any:
+    def gradients_at(state: State, frozen: State, part: Batch) -> Measured:
         params, rest = nnx.split_state(state, wrt, ...)
         (value, (metrics, after)), gradients = gradients_of(params, (rest, frozen), part)
         return (value, metrics), after, gradients
 
-    def mean_of(state: Any, frozen: Any, parts: Batch) -> Any:
-        def add(carry: Any, part: Batch) -> Any:
+    def mean_of(state: State, frozen: State, parts: Batch) -> Measured:
+        def add(carry: tuple[State, State], part: Batch) -> tuple[tuple[State, State], tuple[jax.Array, Metrics]]:
             sums, after = carry
             measured, after, gradients = gradients_at(nnx.merge_state(state, after), frozen, part)
             return (jax.tree.map(lambda total, g: total + g.astype(total.dtype), sums, gradients), after), measured
@@ -53,16 +58,15 @@ def step_of(
         means = jax.tree.map(lambda p, total: (total / count).astype(p.dtype), params, sums)
         return jax.tree.map(lambda a: jnp.mean(a, axis=0), measured), after, means
 
-    def changed_in(state: Any) -> Any:
+    def changed_in(state: State) -> State:
         return nnx.filter_state(state, lambda path, _: path in changed)
 
-    def step(own: Any, frozen: Any, batch: Batch) -> Any:
+    def step(own: Any, frozen: State, batch: Batch) -> Any:
         state, opt_state = own
         (value, metrics), after, gradients = (mean_of if accumulate else gradients_at)(state, frozen, batch)
-        parts: Any = nnx.split_state(nnx.merge_state(state, after), wrt, ...)
-        params, rest = parts
+        params, rest = nnx.split_state(nnx.merge_state(state, after), wrt, ...)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
-        new: Any = optax.apply_updates(params, updates)
+        new: State = optax.apply_updates(params, updates)
         is_finite = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(new)]).all()
         return (nnx.merge_state(new, rest), opt_state), (jnp.where(is_finite, value, jnp.nan), metrics)
 
@@ -70,7 +74,12 @@ def step_of(
 
 
 def changed_by(
-    loss: Callable[..., Any], graphdef: Any, state: Any, frozen: Any, batch: Batch, accumulate: bool
+    loss: Loss,
+    graphdef: nnx.GraphDef[nnx.Module],
+    state: State,
+    frozen: State,
+    batch: Batch,
+    accumulate: bool,
 ) -> frozenset[Path]:
     """The paths of the variables that a loss changes, such as the counts of dropout; computes nothing.
 
@@ -78,7 +87,7 @@ def changed_by(
     """
     paths: set[Path] = set()
 
-    def look(state: Any, frozen: Any, batch: Batch) -> None:
+    def look(state: State, frozen: State, batch: Batch) -> None:
         model = nnx.merge(graphdef, state, frozen)
         before = _leaves_of(model)
         loss(model, jax.tree.map(lambda a: a[0], batch) if accumulate else batch)
@@ -96,7 +105,7 @@ def changed_by(
     return frozenset(paths)
 
 
-def _leaves_of(model: nnx.Module) -> dict[Path, list[Any]]:
+def _leaves_of(model: nnx.Module) -> dict[Path, list[jax.Array]]:
     """The arrays of each variable that is no intermediate result."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Intermediate)))
     return {path: jax.tree.leaves(leaf) for path, leaf in flat}

@@ -1,10 +1,11 @@
 """Attention of several tokens of each sequence, to each other and to those before them, in a fixed order of keys."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jgg.core.gpu_target import Target
 from jgg.extend import How, Launch, Launcher, Operation, array_type, matrices, power_of_2, split_by_xla, vmap
@@ -45,7 +46,7 @@ class AttendedTokens(NamedTuple):
     log_sums: jax.Array
 
 
-def takes_heads_of(features: int, dtype: Any) -> bool:
+def takes_heads_of(features: int, dtype: DTypeLike) -> bool:
     """Whether kernels take heads of so many features; plain JAX takes others."""
     return block_features(features) * jnp.dtype(dtype).itemsize <= _LARGEST_HEAD
 
@@ -55,13 +56,13 @@ def block_features(features: int) -> int:
     return max(16, power_of_2(features))
 
 
-def keys_of_step(features: int, dtype: Any) -> int:
+def keys_of_step(features: int, dtype: DTypeLike) -> int:
     """BLOCK_KEYS: part of the order of additions, so that nothing but the size and dtype of a head decides it."""
     row_bytes = block_features(features) * jnp.dtype(dtype).itemsize
     return max(16, min(64, 16_384 // row_bytes) // (2 if jnp.dtype(dtype).itemsize == 4 else 1))
 
 
-def precision_of(dtype: Any) -> str:
+def precision_of(dtype: DTypeLike) -> str:
     """Triton's name for how products are computed."""
     return "ieee" if dtype == jnp.float32 else "tf32"
 
@@ -90,7 +91,7 @@ class _Tiles(NamedTuple):
     num_stages: int
 
 
-def _tiles(target: Target, block: int, dtype: Any, block_keys: int, by_tma: bool) -> _Tiles:
+def _tiles(target: Target, block: int, dtype: jnp.dtype, block_keys: int, by_tma: bool) -> _Tiles:
     """Tiles for heads of `block` features, by what was measured on Hopper; larger ones spill more registers."""
     is_hopper = target.compute_capability == 90
     share = by_tma and is_hopper and block <= 128  # two programs of 4 warps are faster than one of 8

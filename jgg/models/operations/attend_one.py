@@ -93,7 +93,9 @@ def _launch(
         "PART": attend.PART,
         "BLOCK_FEATURES": block_features(features),
     }
-    outputs: dict[str, Any] = {"attended": jax.ShapeDtypeStruct((batch, heads, features), operands.q.dtype)}
+    outputs: dict[str, jax.ShapeDtypeStruct] = {
+        "attended": jax.ShapeDtypeStruct((batch, heads, features), operands.q.dtype)
+    }
     if parts > 1:
         of_parts = jax.ShapeDtypeStruct((parts, batch, heads), jnp.float32)
         attended = jax.ShapeDtypeStruct((*of_parts.shape, features), jnp.float32)

@@ -54,7 +54,7 @@ def attend_by_mask(
     dtype = q.dtype
     if dtype == jnp.float16:  # XLA multiplies it to float32 on GPUs alone
         q, k, v = (array.astype(jnp.float32) for array in (q, k, v))
-    grouped = q.reshape(*q.shape[:2], k.shape[2], -1, q.shape[3])
+    grouped = q.reshape(*q.shape[:2], k.shape[2], q.shape[2] // k.shape[2], q.shape[3])
     logits = _products(grouped, k) * jnp.float32(scale)
     logits = jnp.where(seen[:, None, None], logits, jnp.float32(_MASKED))
     if sinks is not None:

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jgg.extend import WHOLE, Launch, Launcher, Letters, Operation, array_type, power_of_2, split_by_xla
 from jgg.models.operations.attend import precision_of
@@ -75,7 +76,7 @@ class Sizes(NamedTuple):
         return math.ceil(self.length / CHUNK)
 
     @property
-    def constants(self) -> dict[str, Any]:
+    def constants(self) -> dict[str, int]:
         """What all kernels take."""
         return {
             "KEY_HEADS": self.key_heads,
@@ -91,7 +92,7 @@ def kernels_take(launcher: Launcher, operands: Any) -> bool:
     return fits and (launcher.target.is_interpreted or operands.q.dtype != jnp.float32)
 
 
-def _types(operands: DeltaRule, keeps: bool, **_: Any) -> Written:
+def _types(operands: DeltaRule, keeps: bool, **_: object) -> Written:
     sizes, v = Sizes.of(operands), operands.v
     state = sizes.batch, sizes.heads, sizes.features, sizes.value_features
     states = array_type((*state[:2], sizes.chunks, *state[2:]), v.dtype) if keeps else None
@@ -139,7 +140,7 @@ def chunk_matrices(
     return launcher.run(chunk_matrices_kernel, launch)
 
 
-def over_chunks(launcher: Launcher, sizes: Sizes, dtype: Any) -> dict[str, Any]:
+def over_chunks(launcher: Launcher, sizes: Sizes, dtype: DTypeLike) -> dict[str, Any]:
     """The fields of a Launch whose programs take a head's chunks one after the other, for some columns of its state."""
     has_room = launcher.target.shared_memory > _BYTES_OF_THREE_STAGES
     columns = min(64, max(16, power_of_2(sizes.value_features)))

@@ -1,6 +1,6 @@
 """The gradients of the gated delta rule, from the states that it kept."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -45,7 +45,7 @@ class DeltaRuleGradients(NamedTuple):
     d_state: jax.Array
 
 
-def _types(operands: DeltaRuleBackward, **_: Any) -> DeltaRuleGradients:
+def _types(operands: DeltaRuleBackward, **_: object) -> DeltaRuleGradients:
     like = *operands[:5], operands.d_last_state
     return DeltaRuleGradients(*(array_type(array.shape, array.dtype) for array in like))
 
@@ -53,7 +53,14 @@ def _types(operands: DeltaRuleBackward, **_: Any) -> DeltaRuleGradients:
 def _plain(operands: DeltaRuleBackward, scale: float, epsilon: float) -> DeltaRuleGradients:
     state = jnp.zeros_like(operands.d_last_state) if operands.state is None else operands.state
 
-    def rule(q: Any, k: Any, v: Any, log_decay: Any, beta: Any, state: Any) -> tuple[jax.Array, jax.Array]:
+    def rule(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        log_decay: jax.Array,
+        beta: jax.Array,
+        state: jax.Array | None,
+    ) -> tuple[jax.Array, jax.Array]:
         return delta_rule(q, k, v, log_decay, beta, state, operands.resets, scale, epsilon)[:2]
 
     _, vjp = jax.vjp(rule, *operands[:5], state)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jgg.core.manual_axes import alike
 
@@ -187,7 +188,7 @@ def _inverse(a: jax.Array) -> jax.Array:
     return inverse
 
 
-def _next(state: jax.Array, chunk: _Chunks, dtype: Any) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def _next(state: jax.Array, chunk: _Chunks, dtype: DTypeLike) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """The state after a chunk; and the state before it in a dtype, the chunk's results and its corrections."""
     before = state.astype(dtype)
     corrections = chunk.own - jnp.einsum("bhgck,bhgkv->bhgcv", chunk.recalled, state, precision=_PRECISION)

@@ -42,7 +42,7 @@ def final_logits(logits: jax.Array, scale: float, softcap: float | None) -> jax.
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
-def _types(operands: Scored, **_: Any) -> Losses:
+def _types(operands: Scored, **_: object) -> Losses:
     of_rows = array_type(operands.targets.shape, jnp.float32)
     return Losses(of_rows, of_rows)
 

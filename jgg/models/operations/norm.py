@@ -72,7 +72,7 @@ def rms_norm(x: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
     return (y * jnp.broadcast_to(scale.astype(jnp.float32), y.shape)).astype(x.dtype)
 
 
-def _types(operands: Norm, **_: Any) -> Normalized:
+def _types(operands: Norm, **_: object) -> Normalized:
     like = array_type(operands.x.shape, operands.x.dtype)
     return Normalized(None if operands.added is None else like, like)
 
@@ -120,7 +120,7 @@ def _merge_batch(how: How, operands: Norm, batched: Norm, **parameters: Any) -> 
     return jax.tree.map(lambda result: result.reshape(size, -1, result.shape[1]), results)
 
 
-def _letters(operands: Norm, **_: Any) -> Letters:
+def _letters(operands: Norm, **_: object) -> Letters:
     count = 1 if operands.added is None else 2
     return Letters({"x": _EACH, "added": _EACH, "scale": WHOLE}, (_EACH,) * count, ("",) * count)
 
@@ -134,7 +134,7 @@ Its parameters are epsilon, which is added to the mean square, and added_scale, 
 """
 
 
-def _backward_types(operands: NormBackward, **_: Any) -> NormGradients:
+def _backward_types(operands: NormBackward, **_: object) -> NormGradients:
     x = operands.x
     return NormGradients(array_type(x.shape, x.dtype), array_type(x.shape[1:], jnp.float32))
 
@@ -169,7 +169,7 @@ def _launch_backward(launcher: Launcher, operands: NormBackward, epsilon: float)
     return NormGradients(results["dx"], jnp.sum(results["d_scale"], axis=0))
 
 
-def _backward_letters(operands: NormBackward, **_: Any) -> Letters:
+def _backward_letters(operands: NormBackward, **_: object) -> Letters:
     letters = {"x": _EACH, "scale": WHOLE, "dy": _EACH, "d_total": _EACH}
     return Letters(letters, (_EACH, WHOLE), ("", "t"))
 

@@ -73,7 +73,7 @@ def rotate(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
     return jnp.concatenate([a * cos - b * sin, b * cos + a * sin, rest], axis=-1)
 
 
-def _types(operands: Rotary, **_: Any) -> Rotated:
+def _types(operands: Rotary, **_: object) -> Rotated:
     return Rotated(*(array_type(array.shape, array.dtype) for array in (operands.q, operands.k)))
 
 
@@ -162,7 +162,7 @@ Its parameters are head_features, D, and epsilon, which the norm adds to the mea
 """
 
 
-def _backward_types(operands: RotaryBackward, **_: Any) -> RotaryGradients:
+def _backward_types(operands: RotaryBackward, **_: object) -> RotaryGradients:
     dq, dk = (array_type(array.shape, array.dtype) for array in (operands.dq, operands.dk))
     scales = (
         None if scale is None else array_type(scale.shape, jnp.float32)
