@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import json
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,7 +103,7 @@ class ModelConfig:
         return FAMILIES[self.model_type]
 
     @property
-    def hf(self) -> dict[str, Any]:
+    def hf(self) -> dict[str, object]:
         """The content of config.json."""
         return json.loads(self.source)
 
@@ -114,7 +113,7 @@ class ModelConfig:
         return moe_layer(self.hf)
 
 
-def model_config(config: Mapping[str, Any]) -> ModelConfig:
+def model_config(config: Mapping[str, object]) -> ModelConfig:
     """Reads a decoder's sizes and options from the content of config.json.
 
     A key that config lacks has the default of transformers' configuration class.

@@ -110,13 +110,13 @@ def _write_folder(model: Decoder, config: dict[str, Any], folder: Path, limit: i
         )
 
 
-def _config(model: Decoder) -> dict[str, Any]:
+def _config(model: Decoder) -> dict[str, object]:
     """The content of config.json: that of the model's config, with its dtype, and with the format of its experts.
 
     Raises: ValueError: the experts are quantized, but neither in blocks of FP8 nor as their folder in MXFP4.
     """
     config = model.config.hf
-    parts: list[dict[str, Any]] = [part for part in (config, config.get("text_config")) if part is not None]
+    parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
     # transformers takes the second if a config has both; those of towers stay
     keys = [(part, key) for part in parts for key in ("torch_dtype", "dtype") if key in part] or [(config, "dtype")]
     for part, key in keys:
@@ -168,7 +168,7 @@ def _check_adapters(model: Decoder) -> None:
             check(is_merged, f"{'.'.join(map(str, path))} must be zero, as merge_adapters() leaves it, to be saved.")
 
 
-def _tensors(model: Decoder, config: dict[str, Any]) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(model: Decoder, config: dict[str, object]) -> Iterator[tuple[str, np.ndarray]]:
     """Yields the folder's tensors, layer after layer."""
     for name, tensor in ends(model):
         yield from tensor.parts("", on_host(getattr(model, name)[...]))

@@ -15,7 +15,7 @@ P = jax.P
 
 
 def map_sequences[Result](
-    function: Callable[..., Result], sharding: MoESharding | None, whole: Any, *arrays: Any
+    function: Callable[..., Result], sharding: MoESharding | None, whole: object, *arrays: object
 ) -> Result:
     """`function(whole, *arrays)`, where a sharding says so on each device, of its own sequences.
 
@@ -33,8 +33,8 @@ def map_sequences[Result](
 
 
 def map_method[Result](
-    method: Callable[..., tuple[Result, Any]], sharding: MoESharding | None, *, besides: str
-) -> Callable[..., tuple[Result, Any]]:
+    method: Callable[..., tuple[Result, object]], sharding: MoESharding | None, *, besides: str
+) -> Callable[..., tuple[Result, object]]:
     """`method(module, *arrays, cache)`, as `map_sequences` does it, with the module's parameters whole.
 
     The cache is None, or a pytree of arrays [layers, B, ...], as the method returns it too, as its second result.
@@ -45,10 +45,10 @@ def map_method[Result](
     if sharding is None:
         return method
 
-    def on_devices(module: nnx.Module, *arrays: Any) -> tuple[Result, Any]:
+    def on_devices(module: nnx.Module, *arrays: object) -> tuple[Result, object]:
         graphdef, state, *others = nnx.split(module, lambda path, _: besides not in path, ...)
 
-        def function(state: Any, arrays: tuple[Any, ...], cache: Any) -> tuple[Result, Any]:
+        def function(state: Any, arrays: tuple[object, ...], cache: object) -> tuple[Result, object]:
             return method(nnx.merge(graphdef, state, *others), *arrays, cache)
 
         return _mapped(function, sharding, state, arrays[:-1], arrays[-1])
@@ -57,8 +57,12 @@ def map_method[Result](
 
 
 def _mapped[Result](
-    function: Callable[..., tuple[Result, Any]], sharding: MoESharding, whole: Any, arrays: tuple[Any, ...], cache: Any
-) -> tuple[Result, Any]:
+    function: Callable[..., tuple[Result, object]],
+    sharding: MoESharding,
+    whole: object,
+    arrays: tuple[object, ...],
+    cache: object,
+) -> tuple[Result, object]:
     """`function(whole, arrays, cache)`, whose two results are of sequences and a cache, in `jax.shard_map`."""
     leaves, structure = jax.tree.flatten(arrays)
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
@@ -66,7 +70,7 @@ def _mapped[Result](
     tokens, batch = sharding.token_spec, own[0].shape[0]
     of_cache = P(None, *tokens)
 
-    def on_device(whole: Any, own: list[jax.Array], cache: Any) -> tuple[Result, Any]:
+    def on_device(whole: object, own: list[jax.Array], cache: object) -> tuple[Result, object]:
         parts = iter(own)
         given = [next(parts) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
         return function(whole, jax.tree.unflatten(structure, given), cache)
