@@ -1,6 +1,7 @@
 """How a mesh splits a whole model: where parameters are, how layers gather them, and how sequences are split."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import numpy as np
@@ -145,7 +146,7 @@ def _gather(array: jax.Array, stored: jax.NamedSharding) -> jax.Array:
 def _map_arrays[State](function: Callable[[tuple[str, ...], jax.Array], jax.Array], state: State) -> State:
     """Applies a function to the names that lead to each array, and to the array."""
 
-    def apply(path: tuple[object, ...], array: jax.Array) -> jax.Array:
+    def apply(path: tuple[Any, ...], array: jax.Array) -> jax.Array:
         return function(tuple(str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)), array)
 
     mapped: State = jax.tree_util.tree_map_with_path(apply, state)

@@ -121,7 +121,7 @@ def _config(model: Decoder) -> dict[str, object]:
     keys = [(part, key) for part in parts for key in ("torch_dtype", "dtype") if key in part] or [(config, "dtype")]
     for part, key in keys:
         part[key] = model.w_embedding.dtype.name
-    formats = [part.pop("quantization_config", None) or {} for part in parts]
+    formats: list[Any] = [part.pop("quantization_config", None) or {} for part in parts]
     blocks = {name: block_of(value, name) for stack in stacks(model) for name, value in _quantized(stack).items()}
     if not blocks:
         return config

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -171,7 +171,7 @@ def _orthogonal_momentum(options: _Options, numbers: Tree, shardings: Tree) -> o
         return MuonState(jnp.zeros((), jnp.int32), mu)
 
     def update(
-        updates: optax.Updates, state: MuonState, params: optax.Params | None = None
+        updates: optax.Updates, state: Any, params: optax.Params | None = None
     ) -> tuple[optax.Updates, MuonState]:
         count = jnp.asarray(optax.safe_increment(state.step))
         gradients, treedef = jax.tree.flatten(updates)

@@ -27,7 +27,7 @@ def matrices(params: optax.Params) -> optax.Params:
       The same pytree with `MuonDimensionNumbers(-2, -1)` in the place of matrices, and None in that of others.
     """
 
-    def numbers(path: tuple[object, ...], array: jax.Array) -> MuonDimensionNumbers | None:
+    def numbers(path: tuple[Any, ...], array: jax.Array) -> MuonDimensionNumbers | None:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, str)]
         name = names[-1] if names else ""
         is_own = name.startswith("w_") and not name.startswith(_OTHERS) and "_lora_" not in name

@@ -6,6 +6,7 @@ import os
 import shutil
 import weakref
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -49,7 +50,7 @@ class FrozenWeights:
 
 
 @contextlib.contextmanager
-def opened(folder: str | os.PathLike[str] | None) -> Iterator[ocp.CheckpointManager]:
+def opened(folder: str | os.PathLike[str] | None) -> Iterator[ocp.CheckpointManager | None]:
     """Orbax's manager of a folder, which keeps the last two checkpoints; None without a folder.
 
     No other run can use the folder meanwhile. On leaving it waits until everything is written.
@@ -124,7 +125,8 @@ def restored(manager: ocp.CheckpointManager, step: int, arrays: Arrays) -> dict[
     folder = manager.directory / str(step)
     try:
         check((folder / "about").exists(), "it has no digests: jgg 0.3 or another program wrote it")
-        about = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore())).about
+        content: Any = manager.restore(step, args=ocp.args.Composite(about=ocp.args.JsonRestore()))
+        about = content.about
         saved, frozen = about["saved"], about["frozen"]
         types = {name: str(own) for name, (own, _) in (saved | frozen).items()}
         _check_same(types, {name: _type_of(array) for name, array in arrays.items()})
@@ -152,7 +154,10 @@ def _read(manager: ocp.CheckpointManager, step: int, arrays: Arrays) -> dict[str
     plain = {name: _plain(array) for name, array in arrays.items()}
     described = {name: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=a.sharding) for name, a in plain.items()}
     asked = {name: own for name, own in described.items() if own.size}
-    found = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(asked))).state if asked else {}
+    found: dict[str, jax.Array] = {}
+    if asked:
+        content: Any = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(asked)))
+        found = content.state
     found |= {name: jnp.zeros(a.shape, a.dtype, device=a.sharding) for name, a in described.items() if not a.size}
     return {name: _like(array, found[name]) for name, array in arrays.items()}
 

@@ -202,7 +202,7 @@ class Trainer:
                     continue
                 waiting = jax.device_get(waiting)
                 self._check_finite([loss for loss, _ in waiting], step, manager)
-                if is_saved:
+                if manager is not None and is_saved:
                     with self._meter.paused():
                         save(manager, step, self._arrays(), self._weights)
                 if is_told:
@@ -214,7 +214,7 @@ class Trainer:
                 if is_stopped:
                     raise Preempted(step)
 
-    def _resume(self, manager: ocp.CheckpointManager) -> int:
+    def _resume(self, manager: ocp.CheckpointManager | None) -> int:
         """The step from which training goes on: after the last checkpoint, which is restored unless this wrote it."""
         if manager is None:
             return 0
@@ -299,7 +299,7 @@ class Trainer:
                 "make another Trainer.",
             )
 
-    def _check_finite(self, losses: list[np.ndarray], last: int, manager: ocp.CheckpointManager) -> None:
+    def _check_finite(self, losses: list[np.ndarray], last: int, manager: ocp.CheckpointManager | None) -> None:
         """Raises TrainingError for the first loss that is not finite; `last` is the step of the last loss."""
         for step, loss in enumerate(losses, last - len(losses) + 1):
             if not np.isfinite(loss):

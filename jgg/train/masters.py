@@ -1,6 +1,6 @@
 """Float32 masters of 16-bit parameters, kept by the optimizer."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -65,7 +65,7 @@ def float32_masters(
         return MastersState(masters, inner.init(jax.tree.map(_in_float32, params)))
 
     def update(
-        updates: optax.Updates, state: MastersState, params: optax.Params | None = None, **extra: object
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: object
     ) -> tuple[optax.Updates, MastersState]:
         if params is None:
             raise ValueError("params must be the parameters, as in optimizer.update(updates, state, params), got None.")

@@ -66,7 +66,7 @@ def step_of(
         (value, metrics), after, gradients = (mean_of if accumulate else gradients_at)(state, frozen, batch)
         params, rest = nnx.split_state(nnx.merge_state(state, after), wrt, ...)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
-        new: State = optax.apply_updates(params, updates)
+        new: Any = optax.apply_updates(params, updates)
         is_finite = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(new)]).all()
         return (nnx.merge_state(new, rest), opt_state), (jnp.where(is_finite, value, jnp.nan), metrics)
 
