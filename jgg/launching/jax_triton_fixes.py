@@ -83,17 +83,17 @@ def correct_jax_triton() -> None:
 def _correct_jax_triton() -> None:
     by_jax_triton = triton_lib.TritonFunction._compile_kernel
 
-    def compile_kernel(self: Any, spec: Any, gpu_target: Any, backend: Any, options: Any) -> tuple[Any, ...]:
+    def compile_kernel(self: Any, spec: Any, gpu_target: Any, backend: Any, backend_options: Any) -> tuple[Any, ...]:
         if not self.fn.__module__.startswith("jgg."):
-            return by_jax_triton(self, spec, gpu_target, backend, options)
+            return by_jax_triton(self, spec, gpu_target, backend, backend_options)
         is_gluon = isinstance(self.fn, GluonJITFunction)
         backend = (_GluonBackend if is_gluon else _Backend)(gpu_target)
-        parsed = backend.parse_options(options)
+        parsed = backend.parse_options(backend_options)
 
         def compile_it() -> Kernel:
             if is_gluon:
                 _let_gluon_be_cleared()
-            _, ttir, _, compiled = by_jax_triton(self, spec, gpu_target, backend, options)
+            _, ttir, _, compiled = by_jax_triton(self, spec, gpu_target, backend, backend_options)
             return {"ttir": ttir, "compiled": dataclasses.asdict(compiled)}
 
         if triton.knobs.compilation.always_compile or dumps_kernels():
@@ -103,7 +103,7 @@ def _correct_jax_triton() -> None:
             kernel = kept(_name(self.fn, spec, gpu_target, parsed), lambda: _without_stages(compile_it()))
         compiled = triton_lib.CompilationResult(**kernel["compiled"])
         check_fits(self.fn.__name__, compiled.shared_mem_bytes, gpu_target.arch)
-        launchable = _launchable(kernel["ttir"], compiled, gpu_target, options["num_ctas"])
+        launchable = _launchable(kernel["ttir"], compiled, gpu_target, backend_options["num_ctas"])
         return launchable, kernel["ttir"], parsed, compiled
 
     triton_lib.TritonFunction._compile_kernel = compile_kernel

@@ -51,7 +51,7 @@ def left_to_xla(compute, *arguments):
 def without_attention_and_experts(monkeypatch):
     """They have tests of their own: each query in the place of what it attends to, and a layer's x in that of its y."""
     monkeypatch.setattr("jgg.models.attention.attend", lambda q, k, v, **_: q)
-    monkeypatch.setattr(jgg.nnx.MoE, "_compute", lambda self, x, *_, **__: x)
+    monkeypatch.setattr(jgg.nnx.MoE, "__call__", lambda self, x, *_, **__: x)
 
 
 @pytest.mark.parametrize(
