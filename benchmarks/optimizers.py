@@ -36,7 +36,7 @@ from jgg.cli import options
 from jgg.cli import run as run_command
 from jgg.cli.arguments import new_file, positive_int
 from jgg.cli.console import number, print_table
-from jgg.cli.demo.preset import HEAD_DIM
+from jgg.cli.demo.model import HEAD_DIM
 from jgg.cli.errors import UsageError
 from jgg.optim.coefficients import coefficients_of
 from jgg.tuning.timing import first_line, median_seconds

@@ -15,7 +15,8 @@ from flax import nnx
 
 import jgg
 import jgg.models
-from jgg.cli.demo.preset import config_of, load_texts
+from jgg.cli.demo.model import config_of
+from jgg.cli.demo.preset import load_texts
 from jgg.models import Decoder
 from jgg.train import Trainer
 

@@ -19,7 +19,8 @@ from jgg.cli import info, options
 from jgg.cli.commands import Demo
 from jgg.cli.console import progress
 from jgg.cli.demo import report
-from jgg.cli.demo.preset import HEAD_DIM, load_texts, write_preset
+from jgg.cli.demo.model import HEAD_DIM
+from jgg.cli.demo.preset import load_texts, write_preset
 from jgg.cli.errors import INTERRUPTED, UsageError, enough_memory, one_line
 from jgg.cli.files import Target, check_files, check_new, check_results
 from jgg.cli.output import Output
@@ -96,7 +97,8 @@ def _prepare(args: Demo, folder: Path) -> tuple[loop.Run, jgg.models.Decoder]:
         config = jgg.models.model_config(read_config(folder))
         data = data_of(train, folder, folder, config)
     steps = data.steps(train)
-    training = loop.Run(train, None, data, steps, loop.schedule_of(train, steps), Log(folder / "log.jsonl"))
+    log = Log(folder / "log.jsonl")
+    training = loop.Run(train, None, data, steps, loop.schedule_of(train, steps), log, noted={})
     model = new.make(train, config, None, implementation=args.implementation, unroll=args.layers)
     model.w_head[...] = jnp.zeros_like(model.w_head[...])
     return training, model
