@@ -5,7 +5,6 @@ from collections.abc import Callable, Collection, Iterator
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 import orbax.checkpoint as ocp
@@ -28,6 +27,7 @@ from jgg.train.state import (
     named,
     named_in,
     own_arrays,
+    owned,
     place,
     put,
     set_named,
@@ -60,9 +60,9 @@ class Trainer:
             print(record.step, record.metrics.mean())
 
     The model holds the state. Each step reads its variables and sets those that it changes, so the next step starts
-    from what you set between two steps, and the next checkpoint has it: merged adapters, `jgg.optim.qk_clip`, a
-    selection bias, `model.eval()`. The step is compiled again if shapes or options of the model change. What the
-    optimizer's own state holds stays.
+    from what you set between two steps: merged adapters, `jgg.optim.qk_clip`, a selection bias, `model.eval()`. The
+    next checkpoint has it too; what you set at a Record is in the checkpoint of its step. The step is compiled again if
+    shapes or options of the model change. What the optimizer's own state holds stays.
 
     Variables that the loss changes, such as the counts of `nnx.Dropout` and the means of `nnx.BatchNorm`, are part of
     the state.
@@ -136,8 +136,8 @@ class Trainer:
         the bits of one that was not stopped. On a GPU, two runs differ in bits unless XLA_FLAGS has
         --xla_gpu_exclude_nondeterministic_ops=true.
 
-        With `checkpoints`, SIGTERM stops a run: the step that was begun is made and saved, its Record is yielded, and
-        once the checkpoint is written, Preempted is raised. For this, a handler takes the place of the one before,
+        With `checkpoints`, SIGTERM stops a run: the step that was begun is made, its Record is yielded, and once its
+        checkpoint is written, Preempted is raised. For this, a handler takes the place of the one before,
         which is put back at the end, also where the caller stops iterating. There is none in another thread than the
         main one, nor where SIGTERM is ignored.
 
@@ -202,14 +202,17 @@ class Trainer:
                     continue
                 waiting = jax.device_get(waiting)
                 self._check_finite([loss for loss, _ in waiting], step, manager)
-                if manager is not None and is_saved:
-                    with self._meter.paused():
-                        save(manager, step, self._arrays(), self._weights)
+                try:
+                    if is_told:
+                        speed = self._meter.read()
+                        metrics = jax.tree.map(lambda *arrays: np.stack(arrays), *(metrics for _, metrics in waiting))
+                        yield Record(step, metrics, speed)
+                        waiting = []
+                finally:  # the checkpoint has what was set at the record, also where no other is asked for
+                    if manager is not None and is_saved:
+                        with self._meter.paused():
+                            save(manager, step, self._arrays(), self._weights)
                 if is_told:
-                    speed = self._meter.read()
-                    metrics = jax.tree.map(lambda *arrays: np.stack(arrays), *(metrics for _, metrics in waiting))
-                    yield Record(step, metrics, speed)
-                    waiting = []
                     self._meter.restart()
                 if is_stopped:
                     raise Preempted(step)
@@ -242,17 +245,14 @@ class Trainer:
         return named_in(nnx.state(self.model)) | named(self._opt_state, _OPTIMIZER)
 
     def _first_opt_state(self) -> optax.OptState:
-        """The optimizer's state for the model as it is, placed as the parameters are; its scalars are its own."""
+        """The optimizer's state for the model as it is, placed as the parameters are, of arrays that only it has."""
 
         def placed(leaf: jax.Array) -> jax.Array:
-            if not isinstance(leaf, jax.Array):
-                leaf = jnp.asarray(leaf)
-            elif leaf.ndim == 0:
-                leaf = leaf.copy()
             where = self._everywhere
             return leaf if where is None or isinstance(leaf.sharding, jax.NamedSharding) else put(leaf, where)
 
-        return jax.tree.map(placed, self._optimizer.init(nnx.state(self.model, self._wrt)))
+        leaves, structure = jax.tree.flatten(self._optimizer.init(nnx.state(self.model, self._wrt)))
+        return jax.tree.unflatten(structure, [placed(leaf) for leaf in owned(leaves)])
 
     def _advance(self, batch: Batch) -> Any:
         """Makes a step; returns the loss and the metrics."""

@@ -3,7 +3,7 @@
 import functools
 import gc
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -137,6 +137,22 @@ def own_arrays(state: State) -> None:
             _set(state, path, variable, value)
 
 
+def owned(values: list[Any]) -> Iterator[jax.Array]:
+    """Yields arrays of values, and a copy of each array that something else refers to or that is there twice.
+
+    The list is emptied, so that no array is there longer than its copy needs it.
+    """
+    values.reverse()
+    while values:
+        value = values.pop()
+        if not isinstance(value, jax.Array):
+            yield jnp.asarray(value)
+        elif sys.getrefcount(value) > _REFERENCES_OF_LOCAL or value.ndim == 0:  # JAX may keep a scalar for others
+            yield _copied(value)
+        else:
+            yield value
+
+
 def _value_of(leaf: Any) -> Any:
     """The value of a variable, or the array that a module has without one."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
@@ -155,6 +171,15 @@ def _copied(array: jax.Array) -> jax.Array:
         return array.copy()
     shards = [shard.data.copy() for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, shards)
+
+
+def _references_of_local() -> int:
+    """What `sys.getrefcount` counts where one local variable alone refers to a value."""
+    value = object()
+    return sys.getrefcount(value)
+
+
+_REFERENCES_OF_LOCAL = _references_of_local()
 
 
 def is_shared(leaf: Any) -> bool:

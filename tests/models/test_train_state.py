@@ -232,5 +232,48 @@ def test_arrays_of_an_optimizer_s_options_stay():
     rate = jnp.float32(0.1)
     list(Trainer(Line(), optax.inject_hyperparams(optax.sgd)(learning_rate=rate), loss).fit(batch_of, 2))
     assert rate == np.float32(0.1)
-    # its state begins with the parameters themselves
-    list(Trainer(Line(), optax.contrib.schedule_free_sgd(0.1), loss).fit(batch_of, 2))
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optax.contrib.schedule_free_sgd(0.1),  # its state begins with the parameters themselves
+        optax.contrib.cocob(),  # with one array twice
+        optax.chain(optax.contrib.dog(), optax.contrib.dog()),
+    ],
+    ids=["parameters", "twice", "chain"],
+)
+def test_an_optimizer_s_first_state_may_share_arrays(optimizer):
+    own = Trainer(Line(), optimizer, loss)
+    leaves = [id(leaf) for leaf in jax.tree.leaves((own._opt_state, nnx.state(own.model)))]
+    assert len(set(leaves)) == len(leaves)
+    (record,) = own.fit(batch_of, 2)
+    assert np.isfinite(record.metrics["loss"]).all()
+
+
+def test_an_array_that_an_optimizer_was_given_stays():
+    held = jnp.full(3, 0.5)
+
+    def update(updates, state, params=None):
+        return jax.tree.map(lambda u: -0.1 * u, updates), state + 1
+
+    list(Trainer(Line(), optax.GradientTransformation(lambda params: held, update), loss).fit(batch_of, 2))
+    assert held.tolist() == [0.5] * 3
+
+
+@pytest.mark.parametrize("stop", [2, 3])
+def test_a_checkpoint_has_what_is_set_at_the_record_of_its_step(stop, tmp_path):
+    """So that a run that goes on is the one that was not stopped."""
+
+    def scaled(own, steps, folder, last=None):
+        for record in own.fit(batch_of, steps, every=(1,), checkpoints=tmp_path / folder, save_every=2):
+            own.model.w.set_value(own.model.w[...] * 0.9)
+            if record.step == last:
+                break
+        return values(own.model)
+
+    wanted = scaled(trainer(), 6, "whole")
+    scaled(trainer(), stop, "stopped")
+    assert scaled(trainer(), 6, "stopped") == wanted
+    scaled(trainer(), 6, "left", last=stop)  # asks for no other record
+    assert scaled(trainer(), 6, "left") == wanted
