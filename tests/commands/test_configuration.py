@@ -106,13 +106,14 @@ def test_a_run_that_goes_on_keeps_the_day_on_which_it_began(folder):
     args = parse(["train", "m", "--data", "d", "--output", "o", "--checkpoints", "c"])
     today, earlier = datetime.date.today(), datetime.date(2024, 2, 29)
     assert folders.first_day(args) == today
-    folders.note(args, 9, "abc", earlier)
+    noted = folders.noted_of(9, "abc", earlier)
+    folders.note(args, noted)
     assert folders.first_day(args) == today  # nothing is saved yet
     (folder / "c" / "12").mkdir()
     assert folders.first_day(args) == earlier
-    folders.note(args, 9, "abc", earlier)
+    folders.note(args, noted)
     with pytest.raises(UsageError, match=r"date is .*, was 2024-02-29"):
-        folders.note(args, 9, "abc", today)
+        folders.check_same(args, folders.noted_of(9, "abc", today))
     assert folders.first_day(parse(["train", "m", "--data", "d", "--output", "o"])) == today
 
 

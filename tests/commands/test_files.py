@@ -1,5 +1,6 @@
 """No command replaces a file that it reads or that others wrote, and no result is lost."""
 
+import datetime
 import json
 import os
 import shutil
@@ -11,7 +12,9 @@ import jgg.models
 import jgg.train
 from jgg.cli import main
 from jgg.cli.files import is_inside, is_same
-from jgg.cli.training import loop
+from jgg.cli.parsing import parse
+from jgg.cli.training import folders, loop
+from jgg.train.locks import folder_lock
 from tests.support.models import folder_with_tokenizer
 
 ROW = '{"step": 1, "text": "t1 t2"}\n'
@@ -155,6 +158,7 @@ def untrained(monkeypatch):
     meanwhile = []
 
     def fit(run, model, wrt):
+        folders.note(run.args, run.noted)
         for other in [meanwhile.pop()] if meanwhile else []:
             other()
         return model, 0
@@ -208,6 +212,18 @@ def test_only_the_run_of_the_checkpoints_replaces_its_adapter(folder, untrained,
     shutil.copy("a/adapter_model.safetensors", "c")
     with pytest.raises(SystemExit):
         finetune("--output", "c", "--checkpoints", "ck", "--seed", "5")
+
+
+def test_a_run_that_another_keeps_from_its_checkpoints_writes_nothing(folder, capsys):
+    """The other has no checkpoint yet, and its own command must still go on."""
+    args = parse([*FINETUNE.split(), "--output", "a", "--checkpoints", "ck"])
+    folders.note(args, folders.noted_of(3, "abc", datetime.date.today()))
+    (folder / "ck/adapters.sha256").write_text("a digest\n")
+    with folder_lock(folder / "ck"):
+        before = content(folder)
+        with pytest.raises(SystemExit, match="must be a folder that no other run uses"):
+            finetune("--output", "b", "--checkpoints", "ck", "--seed", "5")
+        assert content(folder) == before
 
 
 def test_checkpoints_in_the_folder_of_an_adapter_go_on(folder, untrained):

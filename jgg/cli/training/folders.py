@@ -2,7 +2,7 @@
 
 import datetime
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import jax
@@ -74,49 +74,60 @@ def has_steps(folder: Path) -> bool:
     return folder.is_dir() and any(each.name.isdecimal() for each in folder.iterdir())
 
 
-def note(args, steps: int, digest: str, date: datetime.date) -> None:
-    """Checks that it is the run of the checkpoints, if there are any; then notes it there and next to --output.
+def noted_of(steps: int, digest: str, date: datetime.date) -> dict[str, object]:
+    """What is noted of a run beside its options: its steps, the digest of its data, and `first_day`."""
+    return {"steps": steps, "data": digest, "date": date.isoformat()}
 
-    The file that --config reads stays as it is, as does one that has the same options.
 
-    Args:
-      args: the options.
-      steps: number of the run's steps.
-      digest: of the data.
-      date: what `first_day` was when the data were read.
-
-    Raises: UsageError: the checkpoints, or the file of --config, are of a run with other options, which are named; or a
-      file cannot be written.
-    """
+def check_same(args, noted: Mapping[str, object]) -> None:
+    """Raises UsageError if the checkpoints, or the file of --config, are of a run with other options; it names them."""
     settings = args.noted()
     # its steps and the content of its data are noted
     free = {name for name, each in args.declared().items() if each.may_change}
-    noted = {"steps": steps, "data": digest, "date": date.isoformat()}
-    places = [beside(args.output, ".toml")]
-    if args.checkpoints is not None:
+    if _has_run(args.checkpoints):
         path = args.checkpoints / _NOTED
-        if _has_run(args.checkpoints):
-            found = runs.changes(path, settings, noted, free)
-            if found:
-                raise UsageError(
-                    f"--checkpoints {args.checkpoints} has a run with other options: {'; '.join(found)}: take another "
-                    f"folder, or change {path} if the run is the same"
-                )
-        elif jax.process_index() == 0:
-            (args.checkpoints / ADAPTERS).unlink(missing_ok=True)  # those of an earlier run
-        places.append(path)
-    if args.config is not None:
-        for read in [place for place in places if is_same(place, Path(args.config))]:
+        found = runs.changes(path, settings, noted, free)
+        if found:
+            raise UsageError(
+                f"--checkpoints {args.checkpoints} has a run with other options: {'; '.join(found)}: take another "
+                f"folder, or change {path} if the run is the same"
+            )
+    for read in _places(args):
+        if _is_config(args, read):
             found = runs.changes(read, settings, runs.noted_in(read), free)
             if found:
                 what = f"{read}, where a run with other options would note them: {'; '.join(found)}"
                 raise UsageError(f"--config must be another file, got {what}: take a copy, or another --output")
-            places.remove(read)
-    for place in places if jax.process_index() == 0 else ():
-        if place.exists() and not runs.changes(place, settings, noted):
+
+
+def note(args, noted: Mapping[str, object]) -> None:
+    """Notes a run next to its checkpoints and next to --output, once no other run can use its checkpoints.
+
+    The file that --config reads stays as it is, as does one that has the same options.
+
+    Raises: UsageError: see `check_same`. SystemExit: a file cannot be written.
+    """
+    check_same(args, noted)
+    if jax.process_index() > 0:
+        return
+    if args.checkpoints is not None and not _has_run(args.checkpoints):
+        (args.checkpoints / ADAPTERS).unlink(missing_ok=True)  # those of an earlier run
+    settings = args.noted()
+    for place in _places(args):
+        if _is_config(args, place) or (place.exists() and not runs.changes(place, settings, noted)):
             continue  # comments in it stay
         with writes(place):
             place.parent.mkdir(parents=True, exist_ok=True)
             runs.note_run(
                 place, settings, noted, f"jgg {args.command} --config FILE reads this; by jgg {jgg.__version__}"
             )
+
+
+def _places(args) -> list[Path]:
+    """The files in which a run is noted."""
+    places = [beside(args.output, ".toml")]
+    return places if args.checkpoints is None else [*places, args.checkpoints / _NOTED]
+
+
+def _is_config(args, place: Path) -> bool:
+    return args.config is not None and is_same(place, Path(args.config))

@@ -2,7 +2,7 @@
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -77,6 +77,7 @@ class Run(NamedTuple):
       steps: number of the last step.
       schedule: the rate of each step, from 0.
       log: where measurements go.
+      noted: what is noted of the run beside its options.
     """
 
     args: Any
@@ -85,10 +86,11 @@ class Run(NamedTuple):
     steps: int
     schedule: optax.Schedule
     log: jgg.train.Log
+    noted: Mapping[str, object]
 
 
 def prepare(args, tokenizer: Path, model: Path, config: ModelConfig) -> Run:
-    """Settles options, reads the data, and notes the run; what can be wrong is looked at here.
+    """Settles options and reads the data; what can be wrong is looked at here.
 
     Raises: UsageError, OSError, ValueError, ImportError: something is wrong.
     """
@@ -96,12 +98,13 @@ def prepare(args, tokenizer: Path, model: Path, config: ModelConfig) -> Run:
     sharding = devices.sharding_of(args, config.moe.num_experts)
     data = data_of(args, tokenizer, model, config)
     steps = data.steps(args)
-    folders.note(args, steps, data.batches.digest, data.date)
+    noted = folders.noted_of(steps, data.batches.digest, data.date)
+    folders.check_same(args, noted)
     say(args, f"{data.in_words()}, for {counted(steps, 'step')}")
     settings = {name: str(value) for name, value in args.noted().items()} | {"total_steps": steps}
     trackers = args.log_to if args.log_to and is_first() else ()
     log = jgg.train.Log(folders.beside(args.output, ".jsonl"), trackers=trackers, settings=settings)
-    return Run(args, sharding, data, steps, schedule_of(args, steps), log)
+    return Run(args, sharding, data, steps, schedule_of(args, steps), log, noted)
 
 
 def fit(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> tuple[Decoder, int]:
@@ -129,6 +132,7 @@ def fit(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> tuple[Decoder
                 print(f"jgg: {stopped}; run the same command again to go on", file=sys.stderr)
             raise SystemExit(TERMINATED) from stopped
         if last == 0:
+            folders.note(args, run.noted)
             say(args, f"--checkpoints {args.checkpoints} has all {steps} steps already")
         return trainer.model, 0
 
@@ -146,6 +150,8 @@ def _told_steps(run: Run, trainer: jgg.train.Trainer) -> Iterator[int]:
     ):
         for record in found:
             yield record.step
+            if done == 0:
+                folders.note(args, run.noted)  # now that the checkpoints are this run's alone
             if done == 0 and record.step > 1:
                 say(args, f"goes on from step {record.step - 1}, which --checkpoints {args.checkpoints} has")
             values = measured(run, record, trainer)
