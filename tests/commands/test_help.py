@@ -14,7 +14,7 @@ import jgg
 from jgg.cli import arguments as types
 from jgg.cli import bench, parsing
 from jgg.cli.commands import COMMANDS
-from jgg.cli.demo.preset import HEAD_DIM
+from jgg.cli.demo.model import HEAD_DIM
 from jgg.core.choices import OPS
 from jgg.core.quantized import E4M3
 from jgg.tuning import search, workloads
