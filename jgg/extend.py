@@ -8,7 +8,7 @@ from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch, matrices
 from jgg.primitives import vmap
 from jgg.primitives.barrier import barrier
-from jgg.primitives.operation import Operation, array_type, split_by_xla
+from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import WHOLE, Letters
 
 __all__ = [
@@ -24,6 +24,5 @@ __all__ = [
     "is_plain_jax",
     "matrices",
     "power_of_2",
-    "split_by_xla",
     "vmap",
 ]

@@ -13,7 +13,7 @@ from jgg.experts.mlp import MoeMlp, Operands
 from jgg.linear import layer
 from jgg.linear.linear import Routes, Rows
 from jgg.primitives.barrier import barrier
-from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward, ActivationGradients
+from jgg.products.activate import ACTIVATE_BACKWARD, ActivateBackward, ActivationGradients, Hidden
 from jgg.products.combine import COMBINE, Combine, dense_rows
 from jgg.products.dbias import DBIAS, Dbias, bias_row_sums
 from jgg.products.plain import rows as plain
@@ -62,14 +62,9 @@ def _activation_backward(
     stored_as = mlp.transposed_down.row_format
     in_group = between_groups(routes.bounds, mlp.up.problem.num_rows) if stored_as is None else None
     activated = ActivateBackward(kept.pre_activation, z, mlp.row_weights(operands), in_group)
-    return ACTIVATE_BACKWARD(
-        mlp.how,
-        activated,
-        activation=mlp.activation,
-        interleaved=mlp.interleaved,
-        scale_hidden=operands.scales_hidden,
-        stored_as=stored_as,
-    ), d_rows
+    hidden = Hidden(mlp.activation, mlp.interleaved, stored_as=stored_as)
+    gradients = ACTIVATE_BACKWARD(mlp.how, activated, hidden=hidden, scale_hidden=operands.scales_hidden)
+    return gradients, d_rows
 
 
 def _factors_of_down(

@@ -21,6 +21,7 @@ from jgg.experts.router.routing import Routing
 from jgg.linear import layer
 from jgg.linear.fp8 import Fp8, named
 from jgg.linear.low_rank import LowRank
+from jgg.products.activate import Hidden
 
 
 def moe_mlp(
@@ -94,17 +95,8 @@ def moe_mlp(
       ValueError: shapes disagree, or an option is none of those listed.
       TypeError: a dtype is unsupported, or an argument is not the array, Routing, int or flag that it must be.
     """
-    options = MlpOptions.checked(
-        activation=activation,
-        interleaved=interleaved,
-        w_layout=w_layout,
-        precision=precision,
-        quantization=quantization,
-        implementation=implementation,
-        residual_names=residual_names,
-        spare_sms=spare_sms,
-        expected_rows=expected_rows,
-    )
+    given = activation, interleaved, w_layout, precision, quantization, implementation, residual_names
+    options = MlpOptions.checked(*given, spare_sms, expected_rows)
     x = as_array("x", x)
     weights = expert_weights(w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down, options.w_layout)
     weights = weights.in_recipe(options.quantization, x.dtype)
@@ -170,17 +162,9 @@ def _forward_pass(mlp: MoeMlp, operands: Operands, keeps: bool) -> tuple[jax.Arr
     x, gate_up = operands.x, operands.gate_up
     if operands.exchange is not None:
         x, gate_up = beside_quantization(mlp.up, x, gate_up)
-    activated, rows_up = layer.forward_activated(
-        mlp.up,
-        x,
-        gate_up,
-        mlp.routes(operands),
-        operands.b_gate_up,
-        activation=mlp.activation,
-        interleaved=mlp.interleaved,
-        keeps=keeps,
-    )
-    routes = mlp.routes(operands)._replace(topk_weights=operands.topk_weights)
+    hidden, routes = Hidden(mlp.activation, mlp.interleaved, keeps), mlp.routes(operands)
+    activated, rows_up = layer.forward_activated(mlp.up, x, gate_up, routes, operands.b_gate_up, hidden)
+    routes = routes._replace(topk_weights=operands.topk_weights)
     y, rows_down = layer.forward(mlp.combined_down, activated.hidden, operands.down, routes, operands.b_down)
     if operands.exchange is not None:
         y = operands.exchange.back(y)

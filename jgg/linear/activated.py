@@ -8,7 +8,7 @@ import jax
 from jgg.core.activations import Activation
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How, is_plain_jax
-from jgg.products.activate import ACTIVATE, Activate
+from jgg.products.activate import ACTIVATE, Activate, Hidden
 
 
 def activated(pre_activation: jax.Array, activation: Activation, implementation: str | None = None) -> jax.Array:
@@ -36,7 +36,7 @@ class _Options(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _differentiable(options: _Options, rows: jax.Array) -> jax.Array:
-    hidden = ACTIVATE(options.how, Activate(rows), activation=options.activation, interleaved=False, keeps=False).hidden
+    hidden = ACTIVATE(options.how, Activate(rows), hidden=Hidden(options.activation, interleaved=False)).hidden
     assert isinstance(hidden, jax.Array)  # without a Format
     return hidden
 

@@ -15,14 +15,13 @@ import functools
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jgg.core.activations import Activation
 from jgg.core.matrix import Factors, Matrix
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import QuantizedArray, ToQuantize
 from jgg.linear.fp8 import both_forms
 from jgg.linear.linear import Linear, Routes, Rows
 from jgg.primitives.barrier import barrier
-from jgg.products.activate import Activated
+from jgg.products.activate import Activated, Hidden
 from jgg.products.dw import DW, Dw
 from jgg.products.dx import DX, Dx, DxResults
 from jgg.products.forward import FORWARD, Forward
@@ -121,24 +120,13 @@ def forward_activated(
     matrix: Matrix,
     routes: Routes,
     bias: jax.Array | None,
-    *,
-    activation: Activation,
-    interleaved: bool,
-    keeps: bool,
+    hidden: Hidden,
 ) -> tuple[Activated, jax.Array | None]:
     """Computes the activation of y and, if it `keeps` y, y; and the rows x @ a. What it stores is quantized as rows."""
     operands = _operands(linear, x, matrix, routes, bias)
-    stored_as = linear.row_format
-    activated = UP(
-        linear.how,
-        operands,
-        problem=linear.problem if stored_as is None else linear.problem.quantized,
-        activation=activation,
-        interleaved=interleaved,
-        keeps=keeps,
-        stored_as=stored_as,
-    )
-    return activated, _kept_rows(operands)
+    hidden = hidden._replace(stored_as=linear.row_format)
+    problem = linear.problem if linear.row_format is None else linear.problem.quantized
+    return UP(linear.how, operands, problem=problem, hidden=hidden), _kept_rows(operands)
 
 
 def dx(

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
-from jax.extend.core import Primitive
+from jax.extend.core import JaxprEqn, Primitive
 from jax.interpreters import ad, batching, mlir, xla
 from jax.interpreters import partial_eval as pe
+
+type Tangent = jax.Array | ad.Zero
 
 _barrier = Primitive("jgg_barrier")
 _barrier.multiple_results = True
@@ -31,26 +33,28 @@ def _compute(*arrays: jax.Array) -> list[jax.Array]:
     return list(jax.lax.optimization_barrier(arrays))
 
 
-def _differentiate(arrays: Sequence[jax.Array], tangents: Sequence[Any]) -> tuple[Sequence[jax.Array], list[Any]]:
+def _differentiate(
+    arrays: Sequence[jax.Array], tangents: Sequence[Tangent]
+) -> tuple[Sequence[jax.Array], list[Tangent]]:
     return _barrier.bind(*arrays), _of_nonzero(tangents)
 
 
-def _transpose(cotangents: Sequence[Any], *_: Any) -> list[Any]:
+def _transpose(cotangents: Sequence[Tangent], *_: object) -> list[Tangent]:
     return _of_nonzero(cotangents)
 
 
-def _of_nonzero(tangents: Sequence[Any]) -> list[Any]:
+def _of_nonzero(tangents: Sequence[Tangent]) -> list[Tangent]:
     """The tangents behind a barrier, but those that are zero by themselves."""
     is_zero = [type(tangent) is ad.Zero for tangent in tangents]
     results = iter(_barrier.bind(*(each for each, zero in zip(tangents, is_zero, strict=True) if not zero)))
     return [each if zero else next(results) for each, zero in zip(tangents, is_zero, strict=True)]
 
 
-def _batch(arrays: Sequence[jax.Array], axes: Sequence[Any]) -> tuple[Sequence[jax.Array], Sequence[Any]]:
+def _batch(arrays: Sequence[jax.Array], axes: Sequence[int | None]) -> tuple[Sequence[jax.Array], Sequence[int | None]]:
     return _barrier.bind(*arrays), axes
 
 
-def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], Any]:
+def _drop_unused(used: Sequence[bool], *rest: Any) -> tuple[list[bool], JaxprEqn | None]:
     """The rule for dead code: which operands are still used, and the equation of them alone."""
     equation = rest[-1]  # JAX 0.12 gives something else before it
     if not any(used):

@@ -2,24 +2,29 @@
 
 import functools
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.export
 from jax.interpreters import ad, mlir
+from jax.typing import DTypeLike
 
+from jgg.core.arguments import Shaped
 from jgg.core.gpu_target import known_target
-from jgg.core.quantized import NO_DERIVATIVES
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.quantized import NO_DERIVATIVES, is_quantized
 from jgg.launching import choice
 from jgg.launching.choice import How, Launcher
 from jgg.launching.compile_ahead import AheadCompiler, Noted
 from jgg.launching.interpret import INTERPRETER_LOCK
-from jgg.primitives.partitioning import Axes, Letters, define_partitioned
+from jgg.primitives import vmap as batching
+from jgg.primitives.barrier import Tangent
+from jgg.primitives.partitioning import WHOLE, Axes, Letters, Params, define_partitioned
 
 
-def array_type(shape: Sequence[int], dtype: Any) -> Any:
+def array_type(shape: Sequence[int], dtype: DTypeLike) -> jax.Array:
     """The type of a resulting array, as it stands in an operation's `result_types`."""
-    return jax.ShapeDtypeStruct(shape, dtype)
+    return cast(jax.Array, jax.ShapeDtypeStruct(shape, dtype))
 
 
 class Call(NamedTuple):
@@ -37,7 +42,7 @@ class Call(NamedTuple):
     config: Hashable
 
     @property
-    def of_kernels(self) -> dict[str, Any]:
+    def of_kernels(self) -> dict[str, Hashable]:
         """The parameters of a function that chooses kernels."""
         return dict(self.parameters) | ({} if self.config is None else {"config": self.config})
 
@@ -58,12 +63,16 @@ class Operation[Results]:
       result_types: (operands, **parameters) -> the results, an `array_type` in place of each array.
       plain: (operands, **parameters) -> results, in plain JAX that can be differentiated.
       launch: (launcher, operands, **parameters) -> results, by kernels. Where the caller may ask for a configuration of
-        the kernels, `launch` and `merge_batch` have a parameter `config` too, left out where none is asked for.
-      letters: (operands, **parameters) -> Letters, which say how it is split over devices, or None if several devices
-        compute these operands by `several`; without this function they always do.
-      merge_batch: (how, operands, which of them have a leading batch axis, **parameters) -> results with that axis, or
-        None where that would copy an operand; without it, `vmap` is a loop.
-      several: (how, operands, **parameters) -> results, computed by operations that can be split over several devices.
+        the kernels, `launch` and a function `vmap` have a parameter `config` too, left out where none is asked for.
+      vmap: how `vmap` computes it: "loop"; as one operation on the "rows" of all, which do not depend on each other; as
+        one of more "groups"; with the batch axis as one more leading "axis"; or by the operations of `several`. Or a
+        function (how, operands, which of them have a leading batch axis, **parameters) -> results with that axis. Where
+        one operation would copy an operand, as when such a function returns None, it is a loop.
+      mesh: how devices split it: the "rows", which do not depend on each other; "several": by `several`. Or a function
+        (operands, **parameters) -> Letters, or None for `several`.
+      shared: the names of operands that all rows share, such as a norm's scale.
+      several: (how, operands, **parameters) -> results, by operations that several devices can split; by default
+        `plain`, which XLA splits.
     """
 
     ahead = AheadCompiler()  # compiles the kernels of all operations of a program side by side
@@ -76,21 +85,26 @@ class Operation[Results]:
         result_types: Callable[..., Results],
         plain: Callable[..., Results],
         launch: Callable[..., Results],
-        letters: Callable[..., Letters | None] | None = None,
-        merge_batch: Callable[..., Results | None] | None = None,
+        vmap: Literal["loop", "rows", "groups", "axis", "several"] | Callable[..., Results | None] = "loop",
+        mesh: Literal["rows", "several"] | Callable[..., Letters | None] = "several",
+        shared: tuple[str, ...] = (),
         several: Callable[..., Results] | None = None,
     ) -> None:
-        self.name, self.operands = name, operands
+        self.name, self.operands, self.shared = name, operands, shared
         self.result_types, self.plain, self.launch = result_types, plain, launch
-        self.letters = letters
+        self.mesh = self._letters_of_rows if mesh == "rows" else mesh
+        self.several: Callable[..., Results] = several or (
+            lambda how, operands, **parameters: plain(operands, **parameters)
+        )
+        merge_batch = functools.partial(batching.RULES[vmap], self) if vmap in batching.RULES else vmap
         on_device, self._bind = define_partitioned(
             name,
             self._note_and_type,
             functools.partial(self._compute, own="xla"),
             self._axes,
             jvp=self._differentiate,
-            merge_batch=merge_batch and functools.partial(self._merge_batch, merge_batch),
-            several=several and functools.partial(self._by_several, several),
+            merge_batch=functools.partial(self._merge_batch, merge_batch) if callable(merge_batch) else None,
+            several=self._by_several,
         )
         self._for_cuda = functools.partial(self._compute, own="triton")
         lower = mlir.lower_fun(self._for_cuda, multiple_results=True)
@@ -115,16 +129,17 @@ class Operation[Results]:
         sizes = [size for leaf in leaves for size in leaf.shape]
         if 0 in sizes or any(map(jax.export.is_symbolic_dim, sizes)) or choice.is_plain_jax(how.implementation):
             how = how._replace(implementation="xla")
-        return results.unflatten(self._bind(*leaves, call=Call(structure, tuple(parameters.items()), how, config)))
+        call = Call(structure, tuple(parameters.items()), how, config)
+        return results.unflatten(self._bind(*leaves, call=call))
 
-    def _note_and_type(self, *leaves: Any, call: Call) -> list[Any]:
+    def _note_and_type(self, *leaves: jax.Array, call: Call) -> list[jax.Array]:
         """The types of the results, for tracing. Notes the operation, which vmap and grad no longer change by then."""
         if call.how.implementation in (None, "triton") and known_target() is not None:
             is_local = bool(jax.sharding.get_abstract_mesh().manual_axes)
             self.ahead.note(self._noted(is_local, leaves, call))
         return self._result_types(leaves, call)
 
-    def _result_types(self, leaves: Sequence[Any], call: Call) -> list[Any]:
+    def _result_types(self, leaves: Sequence[jax.Array], call: Call) -> list[jax.Array]:
         return jax.tree.leaves(self.result_types(call.structure.unflatten(leaves), **dict(call.parameters)))
 
     def _compute(self, *leaves: jax.Array, own: str, call: Call) -> list[jax.Array]:
@@ -142,18 +157,24 @@ class Operation[Results]:
                 results = self.launch(launcher, operands, **call.of_kernels)
         return jax.tree.leaves(results)
 
-    def _label(self, operand: jax.Array, problem: Any = None, **_: Any) -> str:
+    def _label(self, operand: jax.Array, problem: Hashable = None, **_: Hashable) -> str:
         """The name that a profiler shows."""
-        sizes = f"{'x'.join(map(str, operand.shape))},{operand.dtype}" if problem is None else problem.label
-        return f"jgg.{self.name}[{sizes}]"
+        if isinstance(problem, GroupedGemmProblem):
+            return f"jgg.{self.name}[{problem.label}]"
+        return f"jgg.{self.name}[{'x'.join(map(str, operand.shape))},{operand.dtype}]"
 
-    def _axes(self, *leaves: Any, call: Call) -> Axes | None:
+    def _axes(self, *leaves: jax.Array, call: Call) -> Axes | None:
         operands = call.structure.unflatten(leaves)
-        letters = self.letters and self.letters(operands, **dict(call.parameters))
+        letters = self.mesh(operands, **dict(call.parameters)) if callable(self.mesh) else None
         return letters and letters.axes(operands, _of_a_device, by_callback=call.how.implementation == "interpret")
 
     def _merge_batch(
-        self, merge_batch: Callable[..., Any], leaves: Sequence[Any], batched: Sequence[bool], *, call: Call
+        self,
+        merge_batch: Callable[..., Results | None],
+        leaves: Sequence[jax.Array],
+        batched: Sequence[bool],
+        *,
+        call: Call,
     ) -> list[jax.Array] | None:
         if any(leaf.size == 0 for leaf in leaves):  # the problems' own parts could not be told apart
             return None
@@ -161,12 +182,23 @@ class Operation[Results]:
         results = merge_batch(call.how, *operands, **call.of_kernels)
         return None if results is None else jax.tree.leaves(results)
 
-    def _by_several(self, several: Callable[..., Any], *leaves: jax.Array, call: Call) -> list[jax.Array]:
-        return jax.tree.leaves(several(call.how, call.structure.unflatten(leaves), **dict(call.parameters)))
+    def _letters_of_rows(self, operands: NamedTuple, **parameters: Hashable) -> Letters | None:
+        results = jax.tree.leaves(self.result_types(operands, **parameters), is_leaf=is_quantized)
+        if any(map(is_quantized, results)):
+            return None
+        arrays = {name: array for name, array in operands._asdict().items() if array is not None}
+        letters = {
+            name: (WHOLE if name in self.shared else "t") + WHOLE * (array.ndim - 1) for name, array in arrays.items()
+        }
+        of_results = tuple("t" + WHOLE * (len(array.shape) - 1) for array in results)
+        return Letters(letters, of_results, ("",) * len(results))
+
+    def _by_several(self, *leaves: jax.Array, call: Call) -> list[jax.Array]:
+        return jax.tree.leaves(self.several(call.how, call.structure.unflatten(leaves), **dict(call.parameters)))
 
     def _differentiate(
-        self, leaves: Sequence[Any], tangents: Sequence[Any], *, call: Call
-    ) -> tuple[list[jax.Array], list[Any]]:
+        self, leaves: Sequence[jax.Array], tangents: Sequence[Tangent], *, call: Call
+    ) -> tuple[list[jax.Array], list[jax.Array]]:
         """The results, and their tangents, which are computed in plain JAX.
 
         Raises: NotImplementedError: some tangents would be in FP8, which rounds them to zero.
@@ -185,33 +217,30 @@ class Operation[Results]:
         _, tangents_out = jax.jvp(plain, tuple(leaves[i] for i in varied), tuple(tangents[i] for i in varied))
         return self._bind(*leaves, call=call), tangents_out
 
-    def _noted(self, is_local: bool, operands: Sequence[Any], call: Call) -> Noted:
+    def _noted(self, is_local: bool, operands: Sequence[Shaped], call: Call) -> Noted:
         return Noted.of(is_local, operands, {"operation": self, "call": call})
 
-    def _lower_beside_others(self, lower: Callable[..., Any], context: Any, *args: Any, call: Call) -> Any:
+    def _lower_beside_others(
+        self, lower: Callable[..., object], context: mlir.LoweringRuleContext, *args: object, call: Call
+    ) -> Any:
         is_local = bool(getattr(context.module_context.axis_context, "manual_axes", ()))
-        self.ahead.compile_others(self._noted(is_local, context.avals_in, call), _lower_noted)
+        self.ahead.compile_others(self._noted(is_local, cast(Sequence[Shaped], context.avals_in), call), _lower_noted)
         with INTERPRETER_LOCK.compiles():
             return lower(context, *args, call=call)
 
 
-def split_by_xla[Results](plain: Callable[..., Results]) -> Callable[..., Results]:
-    """The `several` of an operation that plain JAX computes on several devices: XLA splits it."""
-    return lambda how, operands, **parameters: plain(operands, **parameters)
-
-
-def _of_a_device(params: dict[str, Any], devices: dict[str, int]) -> dict[str, Any]:
+def _of_a_device(params: Params, devices: dict[str, int]) -> Params:
     """The parameters for one device's part of the features and experts."""
-    call: Call = params["call"]
-    parameters: dict[str, Any] = dict(call.parameters)
+    call = cast(Call, params["call"])
+    parameters = dict(call.parameters)
     if "problem" in parameters:
-        parameters["problem"] = parameters["problem"].of_a_device(devices)
+        parameters["problem"] = cast(GroupedGemmProblem, parameters["problem"]).of_a_device(devices)
     return {"call": call._replace(parameters=tuple(parameters.items()))}
 
 
 def _lower_noted(noted: Noted) -> None:
-    params: dict[str, Any] = dict(noted.params)
-    operation: Operation[Any] = params.pop("operation")
+    params = dict(noted.params)
+    operation = cast(Operation[object], params.pop("operation"))
     operands = [jax.ShapeDtypeStruct(*shape) for shape in noted.shapes]
     with INTERPRETER_LOCK.compiles():
         compute = functools.partial(operation._for_cuda, **params)

@@ -10,13 +10,13 @@ device, and on a mesh with FSDP the weights too.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive
 from jax.interpreters import mlir
 
 from jgg.core.manual_axes import alike
@@ -26,6 +26,9 @@ from jgg.primitives.primitive import define_primitive
 from jgg.primitives.splits import Names, Split
 
 ROWS, WHOLE = ".", "_"
+type Params = dict[str, Hashable]
+type Function = Callable[..., Sequence[jax.Array]]
+type Localize = Callable[[Params, dict[str, int]], Params]
 WAY_OUT = (
     "Give the layer a jgg.sharding.MoESharding, or call jgg.sharding.sharded_moe_mlp, or call jgg's functions inside "
     "jax.shard_map, on each device's own rows."
@@ -49,7 +52,7 @@ class Axes(NamedTuple):
     operands: tuple[str, ...]
     results: tuple[str, ...]
     summed: tuple[str, ...]
-    localize: Callable[[dict[str, Any], dict[str, int]], dict[str, Any]]
+    localize: Localize
     added: int | None = None
     by_callback: bool = False
 
@@ -66,7 +69,7 @@ class Letters(NamedTuple):
     results: tuple[str, ...]
     summed: tuple[str, ...]
 
-    def axes(self, operands: Any, localize: Callable[..., dict[str, Any]], by_callback: bool = False) -> Axes:
+    def axes(self, operands: NamedTuple, localize: Localize, by_callback: bool = False) -> Axes:
         """The Axes of the arrays in `operands`; an operand named bias is taken to be added to a product."""
         letters: list[str] = []
         added = None
@@ -92,14 +95,14 @@ def _letters_of(part: Any, letters: str | None) -> list[str]:
 
 def define_partitioned(
     name: str,
-    out_types: Callable[..., Sequence[Any]],
-    compute: Callable[..., Sequence[jax.Array]],
+    out_types: Function,
+    compute: Function,
     axes_of: Callable[..., Axes | None],
     *,
-    jvp: Callable[..., Any],
-    transpose: Callable[..., Any] | None = None,
+    jvp: Callable[..., object],
+    transpose: Callable[..., object] | None = None,
     merge_batch: Callable[..., Sequence[jax.Array] | None] | None = None,
-    several: Callable[..., Sequence[jax.Array]] | None = None,
+    several: Function | None = None,
 ) -> tuple[Primitive, Callable[..., list[jax.Array]]]:
     """A primitive for one device, and a function that binds it or, outside shard_map, one for any number of devices.
 
@@ -118,7 +121,7 @@ def define_partitioned(
         f"{name}_on_device", out_types, compute, jvp=jvp, transpose=transpose, merge_batch=merge_batch
     )
 
-    def compute_anywhere(*operands: jax.Array, **params: Any) -> Sequence[jax.Array]:
+    def compute_anywhere(*operands: jax.Array, **params: Hashable) -> Sequence[jax.Array]:
         axes = axes_of(*operands, **params)
         if axes is None:
             assert several is not None
@@ -138,7 +141,7 @@ def define_partitioned(
         merge_batch=merge_batch and _without_needs_devices(merge_batch),
     )
 
-    def lower(context: Any, *operands: Any, **params: Any) -> Any:
+    def lower(context: mlir.LoweringRuleContext, *operands: object, **params: Hashable) -> Any:
         is_alone = getattr(context.module_context.axis_context, "num_devices", 1) == 1
         needs_no_axes = is_alone and _without_needs_devices(axes_of)(*context.avals_in, **params) is None
         compute = on_device.bind if needs_no_axes else compute_anywhere
@@ -147,7 +150,7 @@ def define_partitioned(
     if several is not None:
         mlir.register_lowering(anywhere, lower)
 
-    def bind(*operands: jax.Array, **params: Any) -> list[jax.Array]:
+    def bind(*operands: jax.Array, **params: Hashable) -> list[jax.Array]:
         arrays = alike(operands)
         if jax.sharding.get_abstract_mesh().manual_axes:
             # inside shard_map each device computes with its own arrays; such a program may be lowered without devices
@@ -163,13 +166,13 @@ def define_partitioned(
     return on_device, bind
 
 
-def _without_needs_devices(rule: Callable[..., Any]) -> Callable[..., Any]:
+def _without_needs_devices[Result](rule: Callable[..., Result]) -> Callable[..., Result]:
     """A rule of {name}_on_device as a rule of {name}, which has one parameter more."""
     return lambda *args, needs_devices, **params: rule(*args, **params)
 
 
 @functools.cache
-def _needs_devices() -> Any:
+def _needs_devices() -> ClosedJaxpr:
     """A program that uses custom_partitioning; as a parameter of a primitive it makes JAX lower that for its devices.
 
     The primitive's lowering uses custom_partitioning too, but JAX decides before it lowers, by the parameters alone.
@@ -178,7 +181,7 @@ def _needs_devices() -> Any:
     return jax.make_jaxpr(identity)(jnp.float32(0))
 
 
-def _partitioned(bind: Callable[..., Any], params: dict[str, Any], axes: Axes) -> Callable[..., Any]:
+def _partitioned(bind: Function, params: Params, axes: Axes) -> Function:
     """A function of operands by which each device computes bind(*operands, **parameters) for its own part."""
     call = custom_partitioning(lambda *operands: tuple(bind(*operands, **params)))
     partition = functools.partial(_partition, bind, params, axes)
@@ -186,7 +189,7 @@ def _partitioned(bind: Callable[..., Any], params: dict[str, Any], axes: Axes) -
     return call
 
 
-def _refuse_or_pass(axes: Axes, operands: Sequence[jax.Array]) -> Any:
+def _refuse_or_pass(axes: Axes, operands: Sequence[jax.Array]) -> Sequence[jax.Array]:
     """The operands unchanged; raises ValueError if they are split in a way that is refused."""
     axes = Axes(axes.operands, axes.operands, ("",) * len(operands), lambda params, devices: params)
     return _partitioned(lambda *operands: operands, {}, axes)(*operands)
@@ -203,13 +206,13 @@ def _sharding_rule(axes: Axes) -> str:
 
 
 def _partition(
-    bind: Callable[..., Any],
-    params: dict[str, Any],
+    bind: Function,
+    params: Params,
     axes: Axes,
-    mesh: Any,
-    operands: Sequence[Any],
-    results: Sequence[Any],
-) -> tuple[Any, Callable[..., Any], tuple[Any, ...], tuple[Any, ...]]:
+    mesh: jax.sharding.Mesh,
+    operands: Sequence[jax.ShapeDtypeStruct],
+    results: Sequence[jax.ShapeDtypeStruct],
+) -> tuple[jax.sharding.Mesh, Function, Sequence[jax.NamedSharding], Sequence[jax.NamedSharding]]:
     """The mesh, one device's computation, and the shardings of results and operands, as custom_partitioning wants."""
     split = split_letters(axes, *([Split.of(array, mesh) for array in arrays] for arrays in (operands, results)))
     devices = {letter: math.prod(mesh.shape[name] for name in names) for letter, names in split.items()}
@@ -226,20 +229,20 @@ def _partition(
         over = [tuple(name for letter in summed for name in split.get(letter, ())) for summed in axes.summed]
         return tuple(map(jax.lax.psum, outputs, over))
 
-    def shardings(arrays: Sequence[str]) -> tuple[Any, ...]:
+    def shardings(arrays: Sequence[str]) -> Sequence[jax.NamedSharding]:
         return tuple(jax.NamedSharding(mesh, jax.P(*(split.get(c) for c in letters))) for letters in arrays)
 
     return mesh, _without_explicit_axes(on_device), shardings(axes.results), shardings(axes.operands)
 
 
-def _without_explicit_axes(function: Callable[..., Any]) -> Callable[..., Any]:
+def _without_explicit_axes(function: Function) -> Function:
     """The function, traced as if the mesh in context had no Explicit axes.
 
     With Explicit axes, types say how arrays are split, and JAX would lower that to annotations that nothing reads in
     the computation of one device.
     """
 
-    def run(*arrays: jax.Array) -> Any:
+    def run(*arrays: jax.Array) -> Sequence[jax.Array]:
         mesh = jax.sharding.get_abstract_mesh()
         if not mesh.explicit_axes:
             return function(*arrays)

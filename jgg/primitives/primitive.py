@@ -1,11 +1,11 @@
 """Makes JAX primitives; under `vmap` a primitive runs once for all elements or for one element after the other."""
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
 
 import jax
 import jax.numpy as jnp
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir, xla
 
@@ -14,11 +14,11 @@ from jgg.core.manual_axes import alike
 
 def define_primitive(
     name: str,
-    out_types: Callable[..., Sequence[Any]],
+    out_types: Callable[..., Sequence[jax.Array]],
     compute: Callable[..., Sequence[jax.Array]],
     *,
-    jvp: Callable[..., Any],
-    transpose: Callable[..., Any] | None = None,
+    jvp: Callable[..., object],
+    transpose: Callable[..., object] | None = None,
     merge_batch: Callable[..., Sequence[jax.Array] | None] | None = None,
 ) -> Primitive:
     """A primitive with several results, which is bound to arrays that vary over the same mesh axes.
@@ -35,21 +35,23 @@ def define_primitive(
     primitive = Primitive(name)
     primitive.multiple_results = True
 
-    def types(*avals: Any, **params: Any) -> list[Any]:
+    def types(*avals: ShapedArray, **params: Hashable) -> list[ShapedArray]:
         return [_type_like(avals[0], result) for result in out_types(*avals, **params)]
 
-    def batch(operands: Sequence[jax.Array], axes: Sequence[Any], **params: Any) -> tuple[list[jax.Array], list[int]]:
+    def batch(
+        operands: Sequence[jax.Array], axes: Sequence[int | None], **params: Hashable
+    ) -> tuple[Sequence[jax.Array], list[int]]:
         batched = [axis is not None for axis in axes]
-        operands = [jnp.moveaxis(a, axis, 0) if b else a for a, axis, b in zip(operands, axes, batched, strict=True)]
+        operands = [a if axis is None else jnp.moveaxis(a, axis, 0) for a, axis in zip(operands, axes, strict=True)]
         outputs = _on_each_device(functools.partial(batch_on_device, batched, **params), operands, batched)
         return outputs, [0] * len(outputs)
 
-    def batch_on_device(batched: Sequence[bool], *operands: jax.Array, **params: Any) -> Any:
+    def batch_on_device(batched: Sequence[bool], *operands: jax.Array, **params: Hashable) -> Sequence[jax.Array]:
         outputs = merge_batch(operands, batched, **params) if merge_batch else None
         return loop(operands, batched, **params) if outputs is None else outputs
 
-    def loop(operands: Sequence[jax.Array], batched: Sequence[bool], **params: Any) -> Any:
-        def one(slices: Sequence[jax.Array]) -> Any:
+    def loop(operands: Sequence[jax.Array], batched: Sequence[bool], **params: Hashable) -> Sequence[jax.Array]:
+        def one(slices: Sequence[jax.Array]) -> Sequence[jax.Array]:
             rest = iter(slices)
             arrays = alike([next(rest) if b else a for a, b in zip(operands, batched, strict=True)])
             return primitive.bind(*arrays, **params)
@@ -67,7 +69,9 @@ def define_primitive(
     return primitive
 
 
-def _on_each_device(function: Callable[..., Any], operands: Sequence[jax.Array], batched: Sequence[bool]) -> Any:
+def _on_each_device[Results](
+    function: Callable[..., Results], operands: Sequence[jax.Array], batched: Sequence[bool]
+) -> Results:
     """The results of function(*operands); if explicit mesh axes split the batch, each device computes its own part."""
     splits = {jax.typeof(a).sharding.spec[0] for a, b in zip(operands, batched, strict=True) if b} - {None}
     if not splits:
@@ -82,7 +86,7 @@ def _on_each_device(function: Callable[..., Any], operands: Sequence[jax.Array],
     )(*operands)
 
 
-def _type_like(aval: Any, result: Any) -> Any:
+def _type_like(aval: ShapedArray, result: jax.Array) -> ShapedArray:
     """An array type of the result's shape and dtype that varies over the mesh axes that `aval` varies over."""
     sharding = aval.sharding.update(spec=jax.P(*[None] * len(result.shape)))
     return aval.update(shape=result.shape, dtype=result.dtype, weak_type=False, sharding=sharding)

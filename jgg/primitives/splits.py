@@ -1,7 +1,7 @@
 """How XLA's partitioner splits the arrays of a `custom_partitioning`, in the names of mesh axes."""
 
 import math
-from typing import Any, NamedTuple, Self
+from typing import NamedTuple, Self
 
 import jax
 import numpy as np
@@ -23,7 +23,7 @@ class Split(NamedTuple):
     shape: tuple[int, ...]
     names: tuple[Names | None, ...]
     ways: tuple[int, ...]
-    given: Any
+    given: object
 
     @classmethod
     def of(cls, array: jax.ShapeDtypeStruct, mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Self:
@@ -52,15 +52,15 @@ class Split(NamedTuple):
         return self.shape[axis] % self.ways[axis] == 0
 
 
-def _starts(sharding: jax.sharding.Sharding, num_axes: int) -> list[dict[Any, int]]:
+def _starts(sharding: jax.sharding.Sharding, num_axes: int) -> list[dict[jax.Device, int]]:
     """For each axis of an array as long as there are devices, where each device's part starts."""
     indices = sharding.devices_indices_map((len(sharding.device_set),) * num_axes)
     return [{device: own[axis].start or 0 for device, own in indices.items()} for axis in range(num_axes)]
 
 
-def _names_of(starts: dict[Any, int], mesh: Any) -> Names | None:
+def _names_of(starts: dict[jax.Device, int], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Names | None:
     """The mesh axes, major first, that split an axis whose parts start at `starts`; None if no whole axes do."""
-    if mesh.empty or starts.keys() != set(mesh.devices.flat):
+    if isinstance(mesh, jax.sharding.AbstractMesh) or mesh.empty or starts.keys() != set(mesh.devices.flat):
         return None
     grid = np.vectorize(starts.__getitem__)(mesh.devices)
     origin = (0,) * grid.ndim

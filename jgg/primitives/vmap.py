@@ -13,14 +13,23 @@ batch axis, [B, ...].
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, overload
 
 import jax
+import jax.export
 import jax.numpy as jnp
 
 from jgg.core.problem import MAX_ROWS, GroupedGemmProblem
+from jgg.core.quantized import is_quantized
 from jgg.core.schedule import GroupBounds, group_of_rows
+from jgg.launching.choice import How
+
+if TYPE_CHECKING:
+    from jgg.primitives.operation import Operation
+
+_OF_GROUPS = "bounds", "gather_indices", "topk_weights", "bias"  # operands that are small beside the others
 
 
 def batch_size(operands: NamedTuple, batched: NamedTuple) -> int:
@@ -110,7 +119,7 @@ class Batch:
         place = jnp.where(self.in_group, place, outside)
         return bounds, place, jnp.zeros_like(place).at[place].set(self.rows, unique_indices=True)
 
-    def positions_in_groups(self) -> jax.Array | Any:
+    def positions_in_groups(self) -> jax.Array | None:
         """The `positions`, with -1 also for rows of no group; or None."""
         return None if self.positions is None else jnp.where(self.in_group, self.positions, -1)
 
@@ -150,40 +159,86 @@ class Batch:
         return jax.tree.map(lambda result: result.reshape(self.size, -1, *result.shape[1:]), results)
 
 
-def more_groups[Results](
-    compute: Callable[..., Results], batch: Batch, operands: Any, batched: Any, large: tuple[str, ...]
-) -> Results:
+def more_groups[Results](compute: Callable[..., Results], batch: Batch, operands: Any, batched: Any) -> Results:
     """The results of one product of B * E groups and all rows; `compute` takes operands and a problem.
 
-    Rows of no group may lie between the groups of two problems; kernels do not touch them.
-
-    Args:
-      large: the names of large operands, which each problem must have for itself.
+    Each problem must have its own of all large operands. Rows of no group may lie between the groups of two problems;
+    kernels do not touch them.
     """
     problem = dataclasses.replace(batch.all_rows(), num_experts=batch.size * batch.problem.num_experts)
-    merged = {name: flat(getattr(operands, name)) for name in large}
+    merged = {name: flat(array) for name, array in operands._asdict().items() if name not in _OF_GROUPS}
     if getattr(operands, "bias", None) is not None:
         merged["bias"] = flat(for_each(operands.bias, batched.bias, batch.size))
     merged |= {"bounds": batch.offset_bounds(), "gather_indices": batch.positions_in_groups()}
     return compute(type(operands)(**merged, topk_weights=batch.topk_weights), problem=problem)
 
 
-def more_rows[Results](compute: Callable[[Any], Results], operands: Any, batched: Any) -> Results | None:
-    """The results of one product of all problems' rows, if no row depends on another; None where it cannot be one."""
-    size, num_rows = operands[0].shape[:2]
-    if not all(batched) or any(a.size == 0 for a in operands) or size * num_rows > MAX_ROWS:
+def by_rows[Results](
+    operation: "Operation[Results]", how: How, operands: Any, batched: Any, **parameters: Hashable
+) -> Results | None:
+    """The results of one operation on all problems' rows; None where that would copy an operand, or it quantizes."""
+    size, rows = batch_size(operands, batched), 0
+    merged: dict[str, jax.Array | None] = {}
+    for name, array, is_own in zip(operands._fields, operands, batched, strict=True):
+        if is_quantized(array) or (name in operation.shared and is_own):
+            return None
+        if array is None or name in operation.shared:
+            merged[name] = array
+        elif is_own or math.prod(array.shape[1:]) == 1:  # one number a row is repeated
+            merged[name] = of_rows = flat(for_each(array, is_own, size))
+            rows = of_rows.shape[0]
+        else:
+            return None
+    results = operation.result_types(type(operands)(**merged), **parameters)
+    is_large = not jax.export.is_symbolic_dim(rows) and rows > MAX_ROWS
+    if is_large or any(map(is_quantized, jax.tree.leaves(results, is_leaf=is_quantized))):
         return None
-    results = compute(type(operands)(*map(flat, operands)))
-    return jax.tree.map(lambda result: result.reshape(size, num_rows, *result.shape[1:]), results)
+    results = operation(how, type(operands)(**merged), **parameters)
+    return jax.tree.map(lambda result: result.reshape(size, rows // size, *result.shape[1:]), results)
 
 
-def each_by_xla[Results](plain: Callable[..., Results], operands: Any, batched: Any, **parameters: Hashable) -> Results:
-    """The results of each problem in plain JAX, for operands that one product for all and a loop would both copy."""
-    axes = jax.tree.map(lambda is_batched: 0 if is_batched else None, batched)
-    return jax.vmap(functools.partial(plain, **parameters), in_axes=(axes,))(operands)
+def by_groups[Results](
+    operation: "Operation[Results]",
+    how: How,
+    operands: Any,
+    batched: Any,
+    problem: GroupedGemmProblem,
+    **parameters: Hashable,
+) -> Results | None:
+    """The results of one operation of more groups; None where that would copy an operand, or one is quantized."""
+    large = [name for name in operands._fields if name not in _OF_GROUPS]
+    if any(is_quantized(getattr(operands, name)) for name in large):
+        return None
+    batch = Batch.of(problem, operands, batched, *large)
+
+    def compute(operands: NamedTuple, problem: GroupedGemmProblem) -> Results:
+        return operation(how, operands, problem=problem, **parameters)
+
+    return None if batch is None else batch.split(more_groups(compute, batch, operands, batched))
 
 
-def for_each(arrays: Any, batched: Any, size: int) -> Any:
+def by_axis[Results](
+    operation: "Operation[Results]", how: How, operands: Any, batched: Any, **parameters: Hashable
+) -> Results | None:
+    """The results of one operation on arrays with one more leading axis; None unless all have it but the shared."""
+    pairs = batched._asdict().items()
+    has_all = all((name in operation.shared) != is_own for name, is_own in pairs if is_own is not None)
+    return operation(how, operands, **parameters) if has_all else None
+
+
+def by_parts[Results](
+    operation: "Operation[Results]", how: How, operands: Any, batched: Any, **parameters: Hashable
+) -> Results:
+    """The results of vmap over the operations that `several` devices compute; where a loop would copy caches."""
+    axes = jax.tree.map(lambda is_own: 0 if is_own else None, batched)
+    return jax.vmap(functools.partial(operation.several, how, **parameters), in_axes=(axes,))(operands)
+
+
+RULES: dict[str, Callable[..., Any]] = {"rows": by_rows, "groups": by_groups, "axis": by_axis, "several": by_parts}
+"""The rules that operations name: (operation, how, operands, batched, **parameters) -> results, or None for a loop."""
+
+
+def for_each[Arrays](arrays: Arrays, batched: object, size: int) -> Arrays:
     """Arrays as [B, ...]; arrays that the problems share are repeated, so this is only for small ones."""
     return jax.tree.map(lambda a, b: a if b else jnp.broadcast_to(a[None], (size, *a.shape)), arrays, batched)
 
@@ -194,7 +249,11 @@ def offset(indices: jax.Array, count: int) -> jax.Array:
     return jnp.where((indices >= 0) & (indices < count), indices + first, -1).reshape(-1)
 
 
-def flat(array: jax.Array | None) -> jax.Array | Any:
+@overload
+def flat(array: jax.Array) -> jax.Array: ...
+@overload
+def flat(array: jax.Array | None) -> jax.Array | None: ...
+def flat(array: jax.Array | None) -> jax.Array | None:
     """An array [B, M, ...] as [B * M, ...]; None stays None."""
     return None if array is None else array.reshape(-1, *array.shape[2:])
 

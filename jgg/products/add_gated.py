@@ -6,15 +6,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.launching.choice import How, Launcher
+from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
-from jgg.primitives import vmap
 from jgg.primitives.operation import Operation, array_type
-from jgg.primitives.partitioning import WHOLE, Letters
 
 _BLOCK_COLUMNS = 1024
-_EACH = "t" + WHOLE
 
 
 class AddGated(NamedTuple):
@@ -58,18 +55,13 @@ def _launch(launcher: Launcher, operands: AddGated) -> jax.Array:
     return launcher.run(add_gated_kernel, launch)["total"]
 
 
-def _merge_batch(how: How, operands: AddGated, batched: AddGated) -> jax.Array:
-    each = vmap.for_each(operands, batched, vmap.batch_size(operands, batched))
-    return ADD_GATED(how, jax.tree.map(vmap.flat, each)).reshape(each.y.shape)
-
-
 ADD_GATED: Operation[jax.Array] = Operation(
     "add_gated",
     AddGated,
     result_types=_types,
     plain=_plain,
     launch=_launch,
-    letters=lambda operands: Letters({"y": _EACH, "added": _EACH, "gate": _EACH}, (_EACH,), ("",)),
-    merge_batch=_merge_batch,
+    vmap="rows",
+    mesh="rows",
 )
 """y + sigmoid(gate) * added, [T, H] in their dtype."""

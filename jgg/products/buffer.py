@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jgg.primitives.operation import Operation, array_type, split_by_xla
+from jgg.primitives.operation import Operation, array_type
 
 
 class Buffer(NamedTuple):
@@ -30,6 +30,5 @@ BUFFER: Operation[jax.Array] = Operation(
     plain=_plain,
     # not made by a kernel: XLA would copy a kernel's result to memory that collectives may write
     launch=lambda launcher, operands, shape, dtype: jax.lax.empty(shape, dtype),
-    several=split_by_xla(_plain),
 )
 """An array of `shape` and `dtype` with undefined contents."""

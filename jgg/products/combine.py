@@ -16,7 +16,7 @@ from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch, flat
 from jgg.launching.requirements import FP8_COMPUTE_CAPABILITY
 from jgg.primitives import vmap
-from jgg.primitives.operation import Operation, array_type, split_by_xla
+from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import Letters
 
 
@@ -157,9 +157,8 @@ COMBINE: Operation[jax.Array] = Operation(
     result_types=_result_types,
     plain=_plain,
     launch=combine,
-    letters=_letters,
-    several=split_by_xla(_plain),
-    merge_batch=_merge_batch,
+    vmap=_merge_batch,
+    mesh=_letters,
 )
 """The weighted sum of each token's rows, in float32: y [T, N] in the dtype of rows.
 

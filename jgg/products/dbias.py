@@ -1,6 +1,5 @@
 """The gradient of a bias: dbias[e] = sum of topk_weights[i] * dy[i] over the rows i of each expert e."""
 
-import functools
 import math
 from typing import NamedTuple
 
@@ -9,10 +8,9 @@ import jax.numpy as jnp
 
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds, Rows, group_of_rows, guarded
-from jgg.launching.choice import How, Launcher
+from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
-from jgg.primitives import vmap
 from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import Letters
 from jgg.products.dw import row_scales
@@ -63,15 +61,6 @@ def _launch(launcher: Launcher, operands: Dbias, problem: GroupedGemmProblem) ->
     return launcher.run(group_sums_kernel, launch)["sums"]
 
 
-def _merge_batch(how: How, operands: Dbias, batched: Dbias, problem: GroupedGemmProblem) -> jax.Array | None:
-    batch = vmap.Batch.of(problem, operands, batched, "dy")
-    return (
-        None
-        if batch is None
-        else batch.split(vmap.more_groups(functools.partial(DBIAS, how), batch, operands, batched, ("dy",)))
-    )
-
-
 def _letters(operands: Dbias, problem: GroupedGemmProblem) -> Letters:
     return Letters({"dy": ".n", "gather_indices": ".", "topk_weights": None}, ("en",), ("",))
 
@@ -82,8 +71,8 @@ DBIAS: Operation[jax.Array] = Operation(
     result_types=lambda operands, problem: array_type((problem.num_experts, problem.out_features), jnp.float32),
     plain=_plain,
     launch=_launch,
-    letters=_letters,
-    merge_batch=_merge_batch,
+    vmap="groups",
+    mesh=_letters,
 )
 """dbias [E, N] in float32; the parameter is the problem."""
 
@@ -96,6 +85,7 @@ def bias_row_sums(
     in_group = experts < problem.num_experts
     experts = jnp.where(in_group, experts, 0)  # instead of letting `at` clip them, which checkify reports
     if problem.permute_y:
+        assert gather_indices is not None
         dy = dy.at[guarded(gather_indices, problem.num_rows)].get(mode="fill", fill_value=0)
     sums = jnp.sum(dy.astype(jnp.float32) * bias[experts].astype(jnp.float32), axis=1)
     return jnp.where(in_group, sums, 0)

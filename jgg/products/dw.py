@@ -1,7 +1,6 @@
 """dW: dw[e] = sum of topk_weights[i] * dy[i]^T x[i] over the rows i of each expert e."""
 
 import dataclasses
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -13,7 +12,6 @@ from jgg.core.schedule import GroupBounds, Rows, guarded, row_parts
 from jgg.launching.choice import How, Launcher
 from jgg.launching.kernel_configs import KernelConfigDW
 from jgg.launching.launch import flat
-from jgg.primitives import vmap
 from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import Letters
 from jgg.products.combine import Combine, combine, dense_rows, expert_order
@@ -103,16 +101,6 @@ def row_scales(topk_weights: jax.Array | None, gather_indices: jax.Array | None)
     return weights.at[guarded(gather_indices, len(weights))].get(mode="fill", fill_value=0)
 
 
-def _merge_batch(
-    how: How, operands: Dw, batched: Dw, problem: GroupedGemmProblem, config: KernelConfigDW | None = None
-) -> jax.Array | None:
-    if isinstance(operands.x, QuantizedArray):
-        return None
-    compute = functools.partial(DW, how, config=config)
-    batch = vmap.Batch.of(problem, operands, batched, "x", "dy")
-    return None if batch is None else batch.split(vmap.more_groups(compute, batch, operands, batched, ("x", "dy")))
-
-
 def _several(how: How, operands: Dw, problem: GroupedGemmProblem) -> jax.Array:
     """Computes on several devices: a quantized x is dequantized first."""
     return DW(how, operands._replace(x=dense_rows(how, operands.x, problem.dtype)), problem=problem)
@@ -131,8 +119,8 @@ DW: Operation[jax.Array] = Operation(
     result_types=lambda operands, problem: array_type(problem.w_shape, KernelConfigDW.result_dtype(problem)),
     plain=_plain,
     launch=_launch,
-    letters=_letters,
+    vmap="groups",
+    mesh=_letters,
     several=_several,
-    merge_batch=_merge_batch,
 )
 """dw in the shape and layout of w and in `problem.dw_dtype`; the parameter is the problem."""

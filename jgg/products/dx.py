@@ -66,7 +66,7 @@ def _plain(operands: Dx, problem: GroupedGemmProblem) -> DxResults:
     x_at = plain.x_rows(problem, gather_indices)
     factors, out_dtype = [(Rows(dy, plain.y_rows(problem, gather_indices)), w)], problem.dtype
     if low_rank is not None:  # added in float32
-        factors, out_dtype = [*factors, (Rows(low_rank.rows), low_rank.matrices)], jnp.float32
+        factors, out_dtype = [*factors, (Rows(low_rank.rows), low_rank.matrices)], jnp.dtype(jnp.float32)
     dot = {"transpose_w": problem.w_layout == "ekn", "precision": problem.precision}
     scales = plain.row_scales(problem, bounds, gather_indices, topk_weights)
     options = {"scales": scales, "write_at": x_at, "adds": x_at is not None, "shape": problem.x_shape, **dot}
@@ -134,7 +134,7 @@ def _merge_batch(
 
 
 def _more_groups(compute: Callable[..., DxResults], batch: vmap.Batch, operands: Dx, batched: Dx) -> DxResults:
-    dx, row_sums = vmap.more_groups(compute, batch, operands, batched, ("dy", "w", "x"))
+    dx, row_sums = vmap.more_groups(compute, batch, operands, batched)
     # with permute_x the rows of each token are added up; indices of -1 leave out rows of no group
     if not batch.problem.permute_x:
         dx = vmap.where_rows(batch.in_group, dx)
@@ -188,8 +188,8 @@ DX: Operation[DxResults] = Operation(
     result_types=_result_types,
     plain=_plain,
     launch=_launch,
-    letters=_letters,
+    vmap=_merge_batch,
+    mesh=_letters,
     several=_several,
-    merge_batch=_merge_batch,
 )
 """The gradient of x and the row sums, as DxResults; the parameter is the problem."""

@@ -213,12 +213,13 @@ def _merge_batch(
 def _more_groups(
     compute: Callable[..., jax.Array], batch: vmap.Batch, operands: Forward, batched: Forward
 ) -> jax.Array:
-    y = vmap.more_groups(compute, batch, operands, batched, ("x", "w"))
+    y = vmap.more_groups(compute, batch, operands, batched)
     if batch.problem.combine_y:
         return batch.split(y)
     written = batch.in_group
     if batch.problem.permute_y:
         positions = batch.positions_in_groups()
+        assert positions is not None
         at = jnp.where(positions < 0, len(positions), positions)
         written = jnp.zeros_like(written).at[at].set(True, mode="drop")
     return batch.split(vmap.where_rows(written, y))
@@ -255,8 +256,8 @@ FORWARD: Operation[jax.Array] = Operation(
     result_types=lambda operands, problem: array_type(problem.y_shape, problem.out_dtype),
     plain=_plain,
     launch=_launch,
-    letters=_letters,
+    vmap=_merge_batch,
+    mesh=_letters,
     several=_several,
-    merge_batch=_merge_batch,
 )
 """y of `problem.y_shape`; the parameter is the problem."""

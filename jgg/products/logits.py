@@ -8,12 +8,10 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jgg.core.gpu_target import Target
-from jgg.launching.choice import How, Launcher
+from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import Tile, power_of_2
 from jgg.launching.launch import PRECISIONS, Launch, matrix
-from jgg.primitives import vmap
 from jgg.primitives.operation import Operation, array_type
-from jgg.primitives.partitioning import WHOLE, Letters
 from jgg.products.launches.pieces import Pieces
 from jgg.products.plain.pieces import pieces_of, sum_of_products
 
@@ -123,20 +121,14 @@ def _side_by_side(w: jax.Array, dtype: DTypeLike) -> tuple[jax.Array, jax.Array 
     return of_columns.reshape(w.shape[0], -1), pieces.scale
 
 
-def _merge_batch(how: How, operands: Logits, batched: Logits, precision: jax.lax.Precision) -> jax.Array | None:
-    if batched.w:
-        return None
-    logits = LOGITS(how, Logits(vmap.flat(operands.x), operands.w), precision=precision)
-    return logits.reshape(*operands.x.shape[:2], -1)
-
-
 LOGITS: Operation[jax.Array] = Operation(
     "logits",
     Logits,
     result_types=_types,
     plain=_plain,
     launch=_launch,
-    letters=lambda operands, precision: Letters({"x": "t" + WHOLE, "w": WHOLE * 2}, ("t" + WHOLE,), ("",)),
-    merge_batch=_merge_batch,
+    vmap="rows",
+    mesh="rows",
+    shared=("w",),
 )
 """The product x @ w, float32 [T, E]; the parameter is the precision of float32 products."""

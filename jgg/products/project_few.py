@@ -6,11 +6,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.launching.choice import How, Launcher
+from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
-from jgg.primitives import vmap
-from jgg.primitives.operation import Operation, array_type, split_by_xla
+from jgg.primitives.operation import Operation, array_type
 
 MOST_ROWS = 64
 _STEP_BYTES = 512  # of a row of x in a step
@@ -83,17 +82,12 @@ def _launch(launcher: Launcher, operands: ProjectFew) -> Projected:
     return Projected(**launcher.run(project_few_kernel, launch))
 
 
-def _merge_batch(how: How, operands: ProjectFew, batched: ProjectFew) -> Projected:
-    return vmap.each_by_xla(_plain, operands, batched)
-
-
 PROJECT_FEW: Operation[Projected] = Operation(
     "project_few",
     ProjectFew,
     result_types=_result_types,
     plain=_plain,
     launch=_launch,
-    several=split_by_xla(_plain),
-    merge_batch=_merge_batch,
+    vmap="several",
 )
 """The three products of the same rows, at most MOST_ROWS of them."""

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,12 +17,13 @@ from jgg.core.quantized import (
     from_bits,
     quantize,
     quantized_types,
+    scales_shape,
 )
 from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
 from jgg.launching.requirements import FP8_COMPUTE_CAPABILITY
-from jgg.primitives.operation import Operation, array_type, split_by_xla
+from jgg.primitives.operation import Operation, array_type
 
 ROW_BLOCK = 1, BLOCK
 WEIGHT_BLOCK = BLOCK, BLOCK
@@ -45,8 +46,7 @@ def quantizing_constants(stored_as: Format) -> dict[str, float | bool]:
 
 
 def _row_types(operands: Quantize, stored_as: Format) -> QuantizedArray:
-    types: QuantizedArray = quantized_types(operands.array.shape, ROW_BLOCK, stored_as)
-    return types
+    return quantized_types(operands.array.shape, ROW_BLOCK, stored_as)
 
 
 def _rows_plainly(operands: Quantize, stored_as: Format) -> QuantizedArray:
@@ -62,10 +62,10 @@ def _launch_rows(launcher: Launcher, operands: Quantize, stored_as: Format) -> Q
     num_rows, columns = x.shape
     block_columns = min(1024, power_of_2(columns, least=BLOCK))
     block_rows = 2048 // block_columns
-    outputs: Any = _row_types(operands, stored_as)
+    outputs = _row_types(operands, stored_as)
     launch = Launch(
         operands={"x": x, "num_rows": num_rows},
-        outputs={"values": outputs.values, "scales": outputs.scales},
+        outputs={name: cast(jax.Array, part) for name, part in vars(outputs).items()},
         constants={
             "COLUMNS": columns,
             **quantizing_constants(stored_as),
@@ -85,7 +85,6 @@ QUANTIZE_ROWS: Operation[QuantizedArray] = Operation(
     result_types=_row_types,
     plain=_rows_plainly,
     launch=_launch_rows,
-    several=split_by_xla(_rows_plainly),
 )
 """The rows as a QuantizedArray, with a scale for 128 features of a row; the parameter is the Format."""
 
@@ -113,9 +112,9 @@ class QuantizedMatrices(NamedTuple):
 
 def _weight_types(operands: Quantize, stored_as: Format, keeps: bool, transposes: bool) -> QuantizedMatrices:
     w = operands.array
-    types = quantized_types(w.shape, WEIGHT_BLOCK, stored_as)
+    values, scales = array_type(w.shape, stored_as.dtype), array_type(scales_shape(w.shape, WEIGHT_BLOCK), jnp.float32)
     transposed = array_type((*w.shape[:-2], w.shape[-1], w.shape[-2]), stored_as.dtype)
-    return QuantizedMatrices(types.values if keeps else None, types.scales, transposed if transposes else None)
+    return QuantizedMatrices(values if keeps else None, scales, transposed if transposes else None)
 
 
 def _weights_plainly(operands: Quantize, **options: Any) -> QuantizedMatrices:
@@ -161,7 +160,7 @@ QUANTIZE_WEIGHTS: Operation[QuantizedMatrices] = Operation(
     result_types=_weight_types,
     plain=_weights_plainly,
     launch=_launch_weights,
-    several=split_by_xla(_weights_at_once),
+    several=lambda how, operands, **options: _weights_at_once(operands, **options),
 )
 """QuantizedMatrices of weights: their values if it `keeps` them, and the values transposed if it `transposes` them."""
 

@@ -88,17 +88,13 @@ def _launch(launcher: Launcher, operands: RouteFew, topk: int) -> Routed:
     return Routed(**launcher.run(route_few_kernel, launch))
 
 
-def _merge_batch(how: How, operands: RouteFew, batched: RouteFew, topk: int) -> Routed:
-    return jax.vmap(lambda each: _several(how, each, topk))(operands)
-
-
 ROUTE_FEW: Operation[Routed] = Operation(
     "route_few",
     RouteFew,
     result_types=_result_types,
     plain=_plain,
     launch=_launch,
+    vmap="several",
     several=_several,
-    merge_batch=_merge_batch,
 )
 """Routed; the parameter is k."""

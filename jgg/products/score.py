@@ -1,22 +1,18 @@
 """The router's scores of all experts, and the weights of those that a token chose; no token's bits depend on others."""
 
-import functools
 import math
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jgg.launching.choice import How, Launcher
+from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import MAX_EXPERTS, Launch
-from jgg.primitives import vmap
 from jgg.primitives.operation import Operation, array_type
-from jgg.primitives.partitioning import WHOLE, Letters
 from jgg.products.plain.choices import of_choices
 
 _EXPERTS_OF_WARP = 256
-_EACH = "t" + WHOLE
 
 
 class Score(NamedTuple):
@@ -54,21 +50,15 @@ def _launch_score(launcher: Launcher, operands: Score, score: str) -> jax.Array:
     return launcher.run(score_kernel, launch)["scores"]
 
 
-def _merge_score(how: How, operands: Score, batched: Score, score: str) -> jax.Array | None:
-    if batched.bias or not batched.logits:
-        return None
-    scores = SCORE(how, operands._replace(logits=vmap.flat(operands.logits)), score=score)
-    return scores.reshape(operands.logits.shape)
-
-
 SCORE: Operation[jax.Array] = Operation(
     "score",
     Score,
     result_types=_score_types,
     plain=_score_plainly,
     launch=_launch_score,
-    letters=lambda operands, score: Letters({"logits": _EACH, "bias": WHOLE}, (_EACH,), ("",)),
-    merge_batch=_merge_score,
+    vmap="rows",
+    mesh="rows",
+    shared=("bias",),
 )
 """Each expert's score, float32 [T, E]; the parameter is "softmax" or "sigmoid"."""
 
@@ -132,18 +122,14 @@ def _launch_weigh(
     return launcher.run(weigh_kernel, launch)["weights"]
 
 
-def _merge_weigh(how: How, operands: Weigh, batched: Weigh, **parameters: Any) -> jax.Array | None:
-    return vmap.more_rows(functools.partial(WEIGH, how, **parameters), operands, batched)
-
-
 WEIGH: Operation[jax.Array] = Operation(
     "weigh",
     Weigh,
     result_types=_weights_types,
     plain=_weigh_plainly,
     launch=_launch_weigh,
-    letters=lambda operands, **_: Letters({"logits": _EACH, "topk_indices": _EACH}, (_EACH,), ("",)),
-    merge_batch=_merge_weigh,
+    vmap="rows",
+    mesh="rows",
 )
 """The weights of the chosen experts, float32 [T, k]; 0 for a choice that is no expert.
 

@@ -112,6 +112,6 @@ SORT: Operation[Sorted] = Operation(
     result_types=_result_types,
     plain=_plain,
     launch=_launch,
-    letters=lambda operands, num_experts: Letters({"experts": ROWS}, (WHOLE, ROWS), ("", "")),
+    mesh=lambda operands, num_experts: Letters({"experts": ROWS}, (WHOLE, ROWS), ("", "")),
 )
 """The choices in expert order, as Sorted; the parameter is E."""

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds
-from jgg.launching.choice import How, Launcher
+from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import KernelConfigForward
 from jgg.primitives.barrier import barrier
 from jgg.primitives.operation import Operation, array_type
@@ -86,10 +86,6 @@ def _problem(
         dtype=rows.dtype,
         out_dtype=jnp.dtype(dtype),
         w_layout=w_layout,
-        permute_x=False,
-        permute_y=False,
-        has_topk_weights=False,
-        has_bias=False,
         precision=precision,
         is_dense=num_groups == 1,
     )
@@ -126,18 +122,6 @@ def _letters_of_apply(operands: Apply, **_: Any) -> Letters:
     return Letters({"p": f"{leading}n{WHOLE}", "x": f"{leading}{WHOLE}k"}, (f"{leading}nk",), ("",))
 
 
-def _merge_batch(how: How, operands: Symmetric, batched: Symmetric, **parameters: Any) -> jax.Array | None:
-    """The batch axis is one more in front of the matrices."""
-    terms_batched, *matrices_batched = batched.terms, batched.left, batched.right, batched.add
-    if terms_batched or False in matrices_batched:
-        return None
-    return SYMMETRIC(how, operands, **parameters)
-
-
-def _merge_batch_of_apply(how: How, operands: Apply, batched: Apply, **parameters: Any) -> jax.Array | None:
-    return APPLY(how, operands, **parameters) if all(batched) else None
-
-
 SYMMETRIC: Operation[jax.Array] = Operation(
     "symmetric",
     Symmetric,
@@ -146,8 +130,9 @@ SYMMETRIC: Operation[jax.Array] = Operation(
     ),
     plain=_plain,
     launch=_launch,
-    letters=_letters,
-    merge_batch=_merge_batch,
+    vmap="axis",
+    mesh=_letters,
+    shared=("terms",),
 )
 """terms[0] * left @ right^T + terms[1] * add + terms[2] * I, in `dtype`; `precision` is that of float32 products."""
 
@@ -157,7 +142,7 @@ APPLY: Operation[jax.Array] = Operation(
     result_types=lambda operands, dtype, precision: array_type((*operands.p.shape[:-1], operands.x.shape[-1]), dtype),
     plain=_apply_plain,
     launch=_apply_launch,
-    letters=_letters_of_apply,
-    merge_batch=_merge_batch_of_apply,
+    vmap="axis",
+    mesh=_letters_of_apply,
 )
 """p @ x, in `dtype`; `precision` is that of float32 products."""

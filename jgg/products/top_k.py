@@ -1,18 +1,15 @@
 """The experts with the highest scores of each token."""
 
-import functools
 import math
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jgg.launching.choice import How, Launcher
+from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import MAX_EXPERTS, Launch
-from jgg.primitives import vmap
 from jgg.primitives.operation import Operation, array_type
-from jgg.primitives.partitioning import WHOLE, Letters
 
 
 class TopK(NamedTuple):
@@ -47,17 +44,13 @@ def _launch(launcher: Launcher, operands: TopK, topk: int) -> jax.Array:
     return launcher.run(top_k_kernel, launch)["indices"]
 
 
-def _merge_batch(how: How, operands: TopK, batched: TopK, topk: int) -> jax.Array | None:
-    return vmap.more_rows(functools.partial(TOP_K, how, topk=topk), operands, batched)
-
-
 TOP_K: Operation[jax.Array] = Operation(
     "top_k",
     TopK,
     result_types=lambda operands, topk: array_type((operands.scores.shape[0], topk), jnp.int32),
     plain=_plain,
     launch=_launch,
-    letters=lambda operands, topk: Letters({"scores": "t" + WHOLE}, ("t" + WHOLE,), ("",)),
-    merge_batch=_merge_batch,
+    vmap="rows",
+    mesh="rows",
 )
 """The columns of the highest scores, int32 [rows, topk], highest score first and of equal ones the lower column."""

@@ -11,9 +11,9 @@ from jax.typing import DTypeLike
 
 from jgg.core import mxfp4
 from jgg.core.quantized import QuantizedArray, block_of, scaled
-from jgg.launching.choice import How, Launcher
+from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch
-from jgg.primitives.operation import Operation, array_type, split_by_xla
+from jgg.primitives.operation import Operation, array_type
 
 _BLOCK = 16, 256  # rows and columns of bytes that a program unpacks
 _BLOCK_ALONG_COLUMNS = 32, 128  # the same where two columns share a byte
@@ -59,18 +59,13 @@ def _launch(launcher: Launcher, operands: Unpack, dtype: np.dtype) -> jax.Array:
     return launcher.run(unpack_kernel, launch)["w"]
 
 
-def _merge_batch(how: How, operands: Unpack, batched: Unpack, dtype: np.dtype) -> jax.Array | None:
-    return UNPACK(how, operands, dtype=dtype) if all(batched) else None
-
-
 UNPACK: Operation[jax.Array] = Operation(
     "unpack",
     Unpack,
     result_types=_result_types,
     plain=_plain,
     launch=_launch,
-    several=split_by_xla(_plain),
-    merge_batch=_merge_batch,
+    vmap="axis",
 )
 """The numbers of a packed QuantizedArray, in the dtype that is the parameter."""
 

@@ -17,7 +17,7 @@ from jgg.launching.choice import How
 from jgg.launching.heuristic import hopper_config
 from jgg.launching.kernel_configs import KernelConfigForward
 from jgg.launching.tuned_configs import choose_config
-from jgg.products.activate import ACTIVATE, Activate
+from jgg.products.activate import ACTIVATE, Activate, Hidden
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.up import UP
 
@@ -38,7 +38,9 @@ def operands(activation, w_layout="enk", hidden=200, features=192, dtype="bfloat
     }
 
 
-def compute(arrays, activation, implementation, w_layout="enk", gathers=True, config=None, **parameters):
+def compute(
+    arrays, activation, implementation, w_layout="enk", gathers=True, config=None, interleaved=False, keeps=False
+):
     """The results; of a problem whose x is in token order, gathered in the kernel or copied before."""
     problem = check_problem(
         **{key: arrays[key] for key in ("x", "w", "bias", "group_sizes", "gather_indices")},
@@ -52,7 +54,7 @@ def compute(arrays, activation, implementation, w_layout="enk", gathers=True, co
     how = How(implementation, current_target())
     bounds = group_bounds(arrays["group_sizes"], problem.num_rows)
     of_up = Forward(arrays["x"], arrays["w"], bounds, arrays["gather_indices"], bias=arrays["bias"])
-    return UP(how, of_up, config, problem=problem, activation=activation, **parameters)
+    return UP(how, of_up, config, problem=problem, hidden=Hidden(activation, interleaved, keeps))
 
 
 def assert_equal(got, want, tolerance):
@@ -146,10 +148,10 @@ def test_operands_and_results_are_quantized_apart(is_quantized, stored_as, keeps
         arrays |= {"x": jgg.quantize_tokens(arrays["x"]), "w": jgg.quantize_weights(arrays["w"])}
     bounds = group_bounds(arrays["group_sizes"], problem.num_rows)
     of_up = Forward(arrays["x"], arrays["w"], bounds, arrays["gather_indices"])
-    options = {"activation": activation, "interleaved": False, "stored_as": stored_as}
-    got = UP(how, of_up, problem=problem, keeps=keeps, **options)
+    hidden = Hidden(activation, interleaved=False, keeps=keeps, stored_as=stored_as)
+    got = UP(how, of_up, problem=problem, hidden=hidden)
     pre = FORWARD(how, of_up, problem=problem)
-    want = ACTIVATE(how, Activate(pre), keeps=keeps, **options)
+    want = ACTIVATE(how, Activate(pre), hidden=hidden)
     if keeps and stored_as is None:
         want = want._replace(kept=pre)
     assert isinstance(got.hidden, jgg.QuantizedArray) == (stored_as is not None)

@@ -11,7 +11,7 @@ from jgg.core.activations import ACTIVATIONS, Activation, clamped_swiglu
 from jgg.core.gpu_target import current_target
 from jgg.core.quantized import Format, quantize
 from jgg.launching.choice import How
-from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
+from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward, Hidden
 from tests.support.closeness import distance
 from tests.support.marks import KERNELS
 
@@ -21,11 +21,11 @@ OWN = Activation("own", lambda gate, up: jnp.sin(gate) * up)
 def run(activation, pre, z, weights, implementation, interleaved=False, scale_hidden=True, in_group=None):
     """hidden, and d pre, hidden and row sums of the backward pass."""
     in_group = jnp.ones(len(z), bool) if in_group is None else in_group
-    how, options = How(implementation, current_target()), {"activation": activation, "interleaved": interleaved}
+    how, hidden = How(implementation, current_target()), Hidden(activation, interleaved)
     backward = ActivateBackward(pre, z, weights, in_group)
     return [
-        ACTIVATE(how, Activate(pre), **options).hidden,
-        *jax.tree.leaves(ACTIVATE_BACKWARD(how, backward, scale_hidden=scale_hidden, **options)),
+        ACTIVATE(how, Activate(pre), hidden=hidden).hidden,
+        *jax.tree.leaves(ACTIVATE_BACKWARD(how, backward, hidden=hidden, scale_hidden=scale_hidden)),
     ]
 
 
@@ -131,17 +131,16 @@ def test_in_fp8(name, columns, interleaved):
     normal = lambda *shape: jnp.asarray(2 * rng.standard_normal(shape), jnp.bfloat16)  # noqa: E731
     pre, z, weights = normal(37, halves * columns), normal(37, columns), jnp.asarray(rng.uniform(size=37), jnp.float32)
     kept = quantize(pre.reshape(37, halves, -1), (1, 128), Format())
-    options = {"activation": activation, "interleaved": interleaved and halves == 2}
+    hidden = Hidden(activation, interleaved and halves == 2, keeps=True, stored_as=Format())
     results = []
     for implementation in ("triton", "xla"):
         how = How(implementation, current_target())
-        activated = ACTIVATE(how, Activate(pre), stored_as=Format(), keeps=True, **options)
+        activated = ACTIVATE(how, Activate(pre), hidden=hidden)
         stored_as = Format(jnp.dtype(jnp.float8_e5m2), power_of_2_scales=True)
-        d_pre, d, hidden, sums = ACTIVATE_BACKWARD(
-            how, ActivateBackward(kept, z, weights), scale_hidden=True, stored_as=stored_as, **options
-        )
+        backward, of_gradients = ActivateBackward(kept, z, weights), hidden._replace(stored_as=stored_as)
+        d_pre, d, features, sums = ACTIVATE_BACKWARD(how, backward, hidden=of_gradients, scale_hidden=True)
         quantized = activated.hidden, activated.kept, d
-        results.append([*(array.dequantize("float32") for array in quantized), d_pre, hidden, sums])
+        results.append([*(array.dequantize("float32") for array in quantized), d_pre, features, sums])
     for number, (got, want) in enumerate(zip(*results, strict=True)):
         assert (got.shape, got.dtype) == (want.shape, want.dtype)
         # the third was quantized from bfloat16, whose last bit may differ, to the 3 bits of float8_e5m2

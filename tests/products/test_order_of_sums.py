@@ -176,11 +176,11 @@ def test_an_activation_has_the_same_bits_in_the_product_and_alone(name, dtype, i
     problem, arrays = make(dtype=dtype, out_features=512, biased=True, permute_x=True)
     bounds = group_bounds(arrays["group_sizes"], problem.num_rows)
     own = {"bounds": bounds, "gather_indices": arrays["gather_indices"], "bias": arrays["bias"]}
-    hidden = {"activation": activation, "interleaved": interleaved, "keeps": False, "stored_as": None}
+    hidden = Hidden(activation, interleaved)
 
     def activated(arrays, config=None):
         of_product = Forward(arrays["x"], arrays["w"], **own)
-        return UP(How("triton", current_target()), of_product, config, problem=problem, **hidden).hidden
+        return UP(How("triton", current_target()), of_product, config, problem=problem, hidden=hidden).hidden
 
     plain = KernelConfigForward(block_m=64, num_warps=4, num_stages=2)
     one, other = compiled([activated, functools.partial(activated, config=plain)], arrays)

@@ -23,7 +23,7 @@ from jgg.models.operations.delta_rule_one import DELTA_RULE_ONE, DeltaRuleOne
 from jgg.models.operations.losses import LOSSES, Scored
 from jgg.models.operations.norm import NORM, NORM_BACKWARD, Norm, NormBackward
 from jgg.models.operations.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward
-from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward
+from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward, Hidden
 from jgg.products.add_gated import ADD_GATED, AddGated
 from jgg.products.forward import FORWARD, Forward
 from jgg.products.project_few import PROJECT_FEW, ProjectFew
@@ -60,11 +60,13 @@ def lower_add_gated(features, dtype):
 
 def lower_activation(name, interleaved, features, dtype):
     activation = ACTIVATIONS[name]
-    rows, options = 1000, {"activation": activation, "interleaved": interleaved}
+    rows, hidden = 1000, Hidden(activation, interleaved)
 
     def forward_and_backward(pre, z, weights):
-        backward = kernels_of(ACTIVATE_BACKWARD, scale_hidden=True, **options)
-        return kernels_of(ACTIVATE, **options)(Activate(pre)), backward(ActivateBackward(pre, z, weights, weights > 0))
+        backward = kernels_of(ACTIVATE_BACKWARD, hidden=hidden, scale_hidden=True)
+        return kernels_of(ACTIVATE, hidden=hidden)(Activate(pre)), backward(
+            ActivateBackward(pre, z, weights, weights > 0)
+        )
 
     shapes = [
         ((rows, features * (1 + activation.is_gated)), dtype),
@@ -119,7 +121,7 @@ def lower_up(name, interleaved, w_layout, keeps):
     def compute(arrays):
         problem = check_problem(**arrays, bias=None, topk=topk, permute_x=True, w_layout=w_layout)
         bounds = group_bounds(arrays["group_sizes"], problem.num_rows)
-        up = kernels_of(UP, problem=problem, activation=activation, interleaved=interleaved, keeps=keeps)
+        up = kernels_of(UP, problem=problem, hidden=Hidden(activation, interleaved, keeps))
         return up(Forward(arrays["x"], arrays["w"], bounds, arrays["gather_indices"]))
 
     lower(compute, {key: jax.ShapeDtypeStruct(*shape) for key, shape in shapes.items()})

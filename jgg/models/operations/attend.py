@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jgg.core.gpu_target import Target
-from jgg.extend import How, Launch, Launcher, Operation, array_type, matrices, power_of_2, split_by_xla, vmap
+from jgg.extend import How, Launch, Launcher, Operation, array_type, matrices, power_of_2, vmap
 from jgg.models.operations.attend_plain import Mask, attend_by_mask
 
 PART = 512  # keys whose softmax is one; longer sequences add up several
@@ -169,8 +169,7 @@ ATTEND: Operation[AttendedTokens] = Operation(
     result_types=_result_types,
     plain=_plain,
     launch=_launch,
-    several=split_by_xla(_plain),
-    merge_batch=_merge_batch,
+    vmap=_merge_batch,
 )
 """AttendedTokens; the parameters are the factor of the logits, more than 0, and how many of the last tokens are seen,
 None for all."""

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.extend import How, Launch, Launcher, Operation, array_type, power_of_2, split_by_xla, vmap
+from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2
 from jgg.models.operations.attend import block_features, precision_of
 from jgg.models.operations.attend_plain import Mask, attend_by_mask
 
@@ -106,18 +106,13 @@ def _launch(launcher: Launcher, operands: AttendLatents, scale: float, rank: int
     return launcher.run(add_parts_kernel, launch)["attended"]
 
 
-def _merge_batch(how: How, operands: AttendLatents, batched: AttendLatents, scale: float, rank: int) -> jax.Array:
-    return vmap.each_by_xla(_plain, operands, batched, scale=scale, rank=rank)
-
-
 ATTEND_LATENTS: Operation[jax.Array] = Operation(
     "attend_latents",
     AttendLatents,
     result_types=_result_types,
     plain=_plain,
     launch=_launch,
-    several=split_by_xla(_plain),
-    merge_batch=_merge_batch,
+    vmap="several",
 )
 """The sums of the first `rank` features of latents, [B, heads, rank]; the other parameter is the factor of the logits,
 more than 0."""

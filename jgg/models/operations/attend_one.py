@@ -4,12 +4,12 @@ Its bits are those of `ATTEND`: the kernels of both take the same steps.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jgg.extend import How, Launch, Launcher, Operation, array_type, power_of_2, split_by_xla, vmap
+from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2
 from jgg.models.operations import attend
 from jgg.models.operations.attend import block_features, keys_of_step, precision_of, takes_heads_of
 from jgg.models.operations.attend_plain import Mask, attend_by_mask
@@ -147,18 +147,13 @@ def _sum_of_parts(
     return launcher.run(add_parts_kernel, launch)["attended"]
 
 
-def _merge_batch(how: How, operands: AttendOne, batched: AttendOne, **parameters: Any) -> Attended:
-    return vmap.each_by_xla(_plain, operands, batched, **parameters)
-
-
 ATTEND_ONE: Operation[Attended] = Operation(
     "attend_one",
     AttendOne,
     result_types=_result_types,
     plain=_plain,
     launch=_launch,
-    several=split_by_xla(_plain),
-    merge_batch=_merge_batch,
+    vmap="several",
 )
 """Attended; the parameters are the factor of the logits, how many of the last tokens are seen, None for all, and the
 size of the chunks of which a token sees its own, None for one. A layer has either."""

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jgg.extend import WHOLE, Launch, Launcher, Letters, Operation, array_type, power_of_2, split_by_xla
+from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2
 from jgg.models.operations.attend import precision_of
 from jgg.models.operations.delta_rule_plain import CHUNK, delta_rule
 
@@ -179,21 +179,13 @@ def _launch(launcher: Launcher, operands: DeltaRule, keeps: bool, scale: float, 
     return Written(results["y"], results["last_state"], results.get("states"), results.get("corrections"))
 
 
-def letters_of(operands: NamedTuple, results: NamedTuple) -> Letters:
-    """Rows do not depend on each other, so that devices may split them."""
-    first = {name: "t" + WHOLE * (array.ndim - 1) for name, array in operands._asdict().items() if array is not None}
-    each = tuple("t" + WHOLE * (len(array.shape) - 1) for array in results if array is not None)
-    return Letters(first, each, ("",) * len(each))
-
-
 DELTA_RULE: Operation[Written] = Operation(
     "delta_rule",
     DeltaRule,
     result_types=_types,
     plain=_plain,
     launch=_launch,
-    letters=lambda operands, keeps, **_: letters_of(operands, _types(operands, keeps)),
-    several=split_by_xla(_plain),
+    mesh="rows",
 )
 """Written; the parameters are `keeps`, whether states are kept, `scale`, the factor of the results, and `epsilon`, what
 is added to the sums of squares by which q and k are normalized."""

@@ -5,9 +5,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2, split_by_xla
+from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2
 from jgg.models.operations.attend import precision_of
-from jgg.models.operations.delta_rule import Sizes, chunk_matrices, kernels_take, letters_of, over_chunks
+from jgg.models.operations.delta_rule import Sizes, chunk_matrices, kernels_take, over_chunks
 from jgg.models.operations.delta_rule_plain import CHUNK, delta_rule
 
 
@@ -133,7 +133,6 @@ DELTA_RULE_BACKWARD: Operation[DeltaRuleGradients] = Operation(
     result_types=_types,
     plain=_plain,
     launch=_launch,
-    letters=lambda operands, **_: letters_of(operands, _types(operands)),
-    several=split_by_xla(_plain),
+    mesh="rows",
 )
 """DeltaRuleGradients; the parameters are DELTA_RULE's scale and epsilon."""

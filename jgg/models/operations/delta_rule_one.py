@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import jax
 
-from jgg.extend import How, Launch, Launcher, Operation, array_type, power_of_2, split_by_xla, vmap
+from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2
 from jgg.models.operations.delta_rule_plain import delta_rule
 
 _BLOCK = 4096  # elements of a state that a program updates
@@ -75,17 +75,12 @@ def _launch(launcher: Launcher, operands: DeltaRuleOne, scale: float, epsilon: f
     return WrittenOne(**launcher.run(delta_rule_one_kernel, launch))
 
 
-def _merge_batch(how: How, operands: DeltaRuleOne, batched: DeltaRuleOne, scale: float, epsilon: float) -> WrittenOne:
-    return vmap.each_by_xla(_plain, operands, batched, scale=scale, epsilon=epsilon)
-
-
 DELTA_RULE_ONE: Operation[WrittenOne] = Operation(
     "delta_rule_one",
     DeltaRuleOne,
     result_types=_types,
     plain=_plain,
     launch=_launch,
-    several=split_by_xla(_plain),
-    merge_batch=_merge_batch,
+    vmap="several",
 )
 """WrittenOne; the parameters are DELTA_RULE's scale and epsilon."""

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.core.manual_axes import alike
-from jgg.extend import WHOLE, How, Launch, Launcher, Letters, Operation, array_type, power_of_2, vmap
+from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2
 
 _LARGEST_BLOCK = 2**14  # columns that a program reads at once: with fewer, few rows would take longer
 _COLUMNS_OF_WARP = 512
@@ -96,22 +96,14 @@ def _launch(launcher: Launcher, operands: Scored, scale: float, softcap: float |
     return Losses(**launcher.run(losses_kernel, launch))
 
 
-def _merge_batch(how: How, operands: Scored, batched: Scored, **parameters: Any) -> Losses | None:
-    if not batched.logits:
-        return None
-    size = vmap.batch_size(operands, batched)
-    rows = Scored(vmap.flat(operands.logits), vmap.for_each(operands.targets, batched.targets, size).reshape(-1))
-    return jax.tree.map(lambda result: result.reshape(size, -1), LOSSES(how, rows, **parameters))
-
-
 LOSSES: Operation[Losses] = Operation(
     "losses",
     Scored,
     result_types=_types,
     plain=_plain,
     launch=_launch,
-    letters=lambda operands, **_: Letters({"logits": "t" + WHOLE, "targets": "t"}, ("t", "t"), ("", "")),
-    merge_batch=_merge_batch,
+    vmap="rows",
+    mesh="rows",
 )
 """Losses of targets; the parameters are those of `final_logits`, of which `softcap` may be left out.
 

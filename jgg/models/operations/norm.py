@@ -2,12 +2,12 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jgg.extend import WHOLE, How, Launch, Launcher, Letters, Operation, array_type, power_of_2, vmap
+from jgg.extend import WHOLE, Launch, Launcher, Letters, Operation, array_type, power_of_2
 
 _LONGEST = 2**14  # columns that a program holds; with more it would spill registers
 _LONGEST_BACKWARD = 2**13
@@ -111,22 +111,8 @@ def _launch(launcher: Launcher, operands: Norm, epsilon: float, added_scale: flo
     return Normalized(written.get("total"), written["y"])
 
 
-def _merge_batch(how: How, operands: Norm, batched: Norm, **parameters: Any) -> Normalized | None:
-    if batched.scale:
-        return None
-    size = vmap.batch_size(operands, batched)
-    x, added = (vmap.flat(vmap.for_each(a, b, size)) for a, b in zip(operands[:2], batched[:2], strict=True))
-    results = NORM(how, Norm(x, added, operands.scale), **parameters)
-    return jax.tree.map(lambda result: result.reshape(size, -1, result.shape[1]), results)
-
-
-def _letters(operands: Norm, **_: object) -> Letters:
-    count = 1 if operands.added is None else 2
-    return Letters({"x": _EACH, "added": _EACH, "scale": WHOLE}, (_EACH,) * count, ("",) * count)
-
-
 NORM: Operation[Normalized] = Operation(
-    "norm", Norm, result_types=_types, plain=_plain, launch=_launch, letters=_letters, merge_batch=_merge_batch
+    "norm", Norm, result_types=_types, plain=_plain, launch=_launch, vmap="rows", mesh="rows", shared=("scale",)
 )
 """The RMS norm of each row, as Normalized.
 
@@ -180,7 +166,7 @@ NORM_BACKWARD: Operation[NormGradients] = Operation(
     result_types=_backward_types,
     plain=_backward_plainly,
     launch=_launch_backward,
-    letters=_backward_letters,
+    mesh=_backward_letters,
 )
 """The gradients of NORM, as NormGradients; the parameter is epsilon.
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.core.problem import MAX_ROWS
-from jgg.extend import How, Launch, Launcher, Operation, array_type, power_of_2, split_by_xla, vmap
+from jgg.extend import How, Launch, Launcher, Operation, array_type, power_of_2, vmap
 from jgg.models.operations.norm import rms_norm
 
 _BLOCK = 1024  # pairs of a program: a thread has eight of each array
@@ -153,8 +153,7 @@ ROTARY: Operation[Rotated] = Operation(
     result_types=_types,
     plain=_plain,
     launch=_launch,
-    several=split_by_xla(_plain),
-    merge_batch=_merge_batch,
+    vmap=_merge_batch,
 )
 """Queries and keys whose heads are normalized, where they have scales, and rotated, as Rotated.
 
@@ -221,7 +220,6 @@ ROTARY_BACKWARD: Operation[RotaryGradients] = Operation(
     result_types=_backward_types,
     plain=_backward_plainly,
     launch=_launch_backward,
-    several=split_by_xla(_backward_plainly),
 )
 """The gradients of ROTARY, as RotaryGradients, with its parameters.
 

@@ -1,7 +1,8 @@
 """The operands and results of ACTIVATE and ACTIVATE_BACKWARD, and the launches of their kernels."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +12,7 @@ from jgg.core.quantized import BLOCK, Format, QuantizedArray, quantized_types
 from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
+from jgg.primitives.operation import array_type
 from jgg.products.quantize import ROW_BLOCK, can_quantize, quantizing_constants
 
 
@@ -67,7 +69,7 @@ class ActivateBackward(NamedTuple):
     pre_activation: Any
     z: jax.Array
     weights: jax.Array
-    in_group: Any = None
+    in_group: jax.Array | None = None
 
 
 class ActivationGradients(NamedTuple):
@@ -86,14 +88,13 @@ class ActivationGradients(NamedTuple):
     row_sums: jax.Array
 
 
-def activated_types(pre_activation: Any, hidden: Hidden) -> Activated:
+def activated_types(pre_activation: jax.Array, hidden: Hidden) -> Activated:
     """The types of ACTIVATE's results; `pre_activation` is an array or the type of one."""
     num_rows, width = pre_activation.shape
     halves = 2 if hidden.activation.is_gated else 1
     columns, stored_as = width // halves, hidden.stored_as
     if stored_as is None:
-        of_hidden: Any = jax.ShapeDtypeStruct((num_rows, columns), pre_activation.dtype)
-        return Activated(of_hidden)
+        return Activated(array_type((num_rows, columns), pre_activation.dtype))
     kept = quantized_types((num_rows, halves, columns), ROW_BLOCK, stored_as) if hidden.keeps else None
     return Activated(quantized_types((num_rows, columns), ROW_BLOCK, stored_as), kept)
 
@@ -135,7 +136,8 @@ def differentiate(
     """
     from jgg.kernels.activation import activate_backward_kernel
 
-    pre, z = operands.pre_activation, operands.z
+    pre, z, in_group = operands.pre_activation, operands.z, operands.in_group
+    assert in_group is not None  # with an unquantized pre-activation
     num_rows, columns = z.shape
     constants = _constants(columns, hidden)
     launch = Launch(
@@ -143,7 +145,7 @@ def differentiate(
             "pre": pre,
             "z": z,
             "weights": operands.weights,
-            "in_group": operands.in_group.astype(jnp.int8),
+            "in_group": in_group.astype(jnp.int8),
             "num_rows": num_rows,
         },
         outputs={
@@ -200,18 +202,21 @@ def differentiate_and_quantize(
     return ActivationGradients(results["d_pre"], written(results, "d"), results["hidden"], results["row_sums"])
 
 
-def named(**arrays: Any) -> dict[str, Any]:
+def named(**arrays: jax.Array | QuantizedArray | None) -> dict[str, jax.Array]:
     """The outputs of a launch: an array by its name, a QuantizedArray's by NAME_values and NAME_scales."""
-    outputs: dict[str, Any] = {}
+    outputs: dict[str, jax.Array] = {}
     for name, array in arrays.items():
         if isinstance(array, QuantizedArray):
-            outputs |= {f"{name}_values": array.values, f"{name}_scales": array.scales}
+            outputs |= {
+                f"{name}_values": cast(jax.Array, array.values),
+                f"{name}_scales": cast(jax.Array, array.scales),
+            }
         elif array is not None:
             outputs[name] = array
     return outputs
 
 
-def written(results: dict[str, jax.Array], name: str) -> Any:
+def written(results: Mapping[str, jax.Array], name: str) -> Any:
     """The array or QuantizedArray that a launch wrote under a name, or None."""
     if f"{name}_values" in results:
         return QuantizedArray(results[f"{name}_values"], results[f"{name}_scales"])

@@ -11,6 +11,7 @@ from jgg.core.schedule import between_groups
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch, bounded_rows
 from jgg.launching.requirements import checked_tile
+from jgg.primitives.operation import array_type
 from jgg.products.launches.activations import Activated, Hidden, activated_types, named, written
 from jgg.products.launches.clusters import TILE_ROWS, Blocks, launch_of_rows
 from jgg.products.launches.operands import RowProduct
@@ -46,9 +47,9 @@ def multiply_and_activate(launcher: Launcher, product: RowProduct, hidden: Hidde
     return Activated(written(results, "hidden"), written(results, "kept"))
 
 
-def _product_type(product: RowProduct) -> jax.ShapeDtypeStruct:
+def _product_type(product: RowProduct) -> jax.Array:
     problem = product.problem
-    return jax.ShapeDtypeStruct((problem.num_rows, problem.out_features), problem.out_dtype)
+    return array_type((problem.num_rows, problem.out_features), problem.out_dtype)
 
 
 def _launch_of_rows(launcher: Launcher, product: RowProduct, outputs: dict[str, Any], hidden: Hidden | None) -> Launch:
