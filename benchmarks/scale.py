@@ -12,6 +12,7 @@ import functools
 import json
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -256,14 +257,19 @@ def _data(module, sharding, tokens, dtype):
     return params, *(normal(shape, sharding.token_spec, 1, dtype) for _ in range(2))
 
 
+class _Pair(NamedTuple):
+    y: jax.Array
+    dy: jax.Array
+
+
 def _sum_of_products(y, dy, sharding):
     """Computes sum(y * dy): each device adds up its own part of y, then the sums are added."""
 
-    def on_device(arrays):
-        product = arrays["y"].astype(jnp.float32) * arrays["dy"].astype(jnp.float32)
+    def on_device(pair):
+        product = pair.y.astype(jnp.float32) * pair.dy.astype(jnp.float32)
         return jax.lax.psum(jnp.sum(product), sharding.token_axes)
 
-    return map_tokens(on_device, sharding, {"y": y, "dy": dy}, {}, jax.P())
+    return map_tokens(on_device, sharding, _Pair(y, dy), {}, jax.P())
 
 
 def _error(apply, params, x, y, tokens):

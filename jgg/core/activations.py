@@ -5,8 +5,7 @@ import functools
 import math
 import sys
 import types
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +42,7 @@ class Activation:
     @property
     def curve(self) -> tuple[str, float, float] | None:
         """Name, limit and alpha of its curve in `kernels.activation`; None for a function that kernels do not have."""
-        function: Any = self.function
+        function: object = self.function
         if self.is_gated:
             if isinstance(function, _ClampedSwiglu):
                 return "clamped_silu", function.limit, function.alpha
@@ -91,8 +90,8 @@ class _Partial:
     """A `functools.partial` that is equal to another of the same function and arguments."""
 
     function: Callable[..., jax.Array]
-    args: tuple[Any, ...]
-    keywords: tuple[tuple[str, Any], ...]
+    args: tuple[Hashable, ...]
+    keywords: tuple[tuple[str, Hashable], ...]
 
     def __call__(self, *args: jax.Array) -> jax.Array:
         return self.function(*self.args, *args, **dict(self.keywords))
@@ -104,13 +103,13 @@ class _Decorated:
 
     function: Callable[..., jax.Array]
 
-    def __call__(self, *args: Any, **keywords: Any) -> jax.Array:
+    def __call__(self, *args: object, **keywords: object) -> jax.Array:
         return self.function(*args, **keywords)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> "_Decorated":
+    def __deepcopy__(self, memo: dict[int, object]) -> "_Decorated":
         return self
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         module, name = getattr(self.function, "__module__", ""), getattr(self.function, "__qualname__", "")
         if getattr(sys.modules.get(module), name, None) is self.function:
             return _import, (module, name)

@@ -11,7 +11,7 @@ import operator
 import os
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, SupportsIndex, cast
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,16 @@ import numpy as np
 from jax.typing import ArrayLike, DTypeLike
 
 Shaped = jax.Array | jax.ShapeDtypeStruct
+
+
+class HasShape(Protocol):
+    """An array, or what stands for one."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of the axes."""
+
+
 _DEFAULT, _HIGH, _HIGHEST = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
 
 # Maps each name to the least precise of the three that keeps as many bits of the factors as the name asks for. On a
@@ -83,7 +93,7 @@ def as_arrays(values: Mapping[str, object], may_be_none: Collection[str] = ()) -
     }
 
 
-def as_int(name: str, value: Any, least: int | None = None, expected: str | None = None) -> int:
+def as_int(name: str, value: object, least: int | None = None, expected: str | None = None) -> int:
     """The value, a whole number of Python, of NumPy or in an array, as an int of at least `least`; a bool is refused.
 
     Args:
@@ -94,7 +104,7 @@ def as_int(name: str, value: Any, least: int | None = None, expected: str | None
     wanted = {None: "an int", 1: "a positive int"}.get(least, f"an int of at least {least}")
     message = f"{name} must be {expected or wanted}, got {value!r}."
     try:
-        number = operator.index(value)
+        number = operator.index(cast(SupportsIndex, value))
     except TypeError:
         raise TypeError(message) from None
     if isinstance(value, bool):
@@ -132,7 +142,7 @@ def as_names(name: str, value: object, defaults: Mapping[str, str]) -> dict[str,
 
     Raises: TypeError: the value is no dict of strings. ValueError: it has a key that `defaults` lacks.
     """
-    given: Any = {} if value is None else value
+    given = {} if value is None else value
     message = f"{name} must be None or a dict with names of {' or '.join(map(repr, defaults))}, got {value!r}."
     if not isinstance(given, Mapping) or not all(isinstance(part, str) for item in given.items() for part in item):
         raise TypeError(message)
@@ -156,7 +166,7 @@ def as_finite(name: str, value: object) -> float:
     return number
 
 
-def as_dtype(name: str, value: Any, choices: Collection[DTypeLike] | None = None) -> jnp.dtype:
+def as_dtype(name: str, value: object, choices: Collection[DTypeLike] | None = None) -> jnp.dtype:
     """The value as a dtype, which must be one of `choices` or, where that is None, any float dtype.
 
     Raises: TypeError: JAX takes the value for no dtype, or for a dtype that is not allowed.
@@ -165,7 +175,7 @@ def as_dtype(name: str, value: Any, choices: Collection[DTypeLike] | None = None
     if value is None or isinstance(value, jax.Array | np.ndarray):  # NumPy takes None for float64
         raise TypeError(f"{message} {_kind(value)}.")
     try:
-        dtype = jnp.dtype(value)
+        dtype = jnp.dtype(cast(DTypeLike, value))
     except TypeError:
         raise TypeError(f"{message} {value!r}.") from None
     if not (jnp.issubdtype(dtype, jnp.floating) if choices is None else dtype in choices):
@@ -255,7 +265,7 @@ def check_reals(name: str, array: Shaped) -> None:
         raise TypeError(f"{name} must be an array of real numbers, got {array.dtype}.")
 
 
-def check_rank(name: str, array: Any, axes: str) -> None:
+def check_rank(name: str, array: HasShape, axes: str) -> None:
     """Raises ValueError unless an array has as many axes as `axes` lists, such as "[T, k]" or "[H, E] or [E, H]"."""
     rank = axes.partition("]")[0].count(",") + 1
     if len(array.shape) != rank:

@@ -1,6 +1,6 @@
 """Makes arrays inside `jax.shard_map` vary over the same mesh axes, as a loop or a kernel needs them."""
 
-from typing import Any
+from typing import overload
 
 import jax
 
@@ -10,7 +10,11 @@ def varying_axes(*arrays: jax.Array | None) -> frozenset[str]:
     return frozenset().union(*(jax.typeof(array).manual_axis_type.varying for array in arrays if array is not None))
 
 
-def vary_over(axes: frozenset[str], array: jax.Array | None) -> jax.Array | Any:
+@overload
+def vary_over(axes: frozenset[str], array: jax.Array) -> jax.Array: ...
+@overload
+def vary_over(axes: frozenset[str], array: None) -> None: ...
+def vary_over(axes: frozenset[str], array: jax.Array | None) -> jax.Array | None:
     """The array, marked as varying over `axes` too; None stays None. Its transpose sums over the added axes."""
     if array is None:
         return None

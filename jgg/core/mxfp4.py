@@ -8,7 +8,7 @@ Source: OCP Microscaling Formats (MX) Specification 1.0; the order in a byte is 
 transformers.
 """
 
-from typing import Any
+from types import ModuleType
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ def unpacked_shape(values: tuple[int, ...], axis: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def unpacked_codes(values: Any, axis: int, numpy: Any) -> Any:
+def unpacked_codes[Array: (jax.Array, np.ndarray)](values: Array, axis: int, numpy: ModuleType) -> Array:
     """The numbers in packed bytes, each as its four bits, uint8; `numpy` is `jnp` or `np`."""
     after = values.ndim + axis + 1
     return numpy.stack([values & 15, values >> 4], axis=after).reshape(unpacked_shape(values.shape, axis))

@@ -3,11 +3,12 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.export
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import (
@@ -63,18 +64,18 @@ class GroupedGemmProblem:
     in_features: int
     out_features: int
     topk: int
-    dtype: Any
-    out_dtype: Any
-    w_layout: str
-    permute_x: bool
-    permute_y: bool
-    has_topk_weights: bool
-    has_bias: bool
-    precision: jax.lax.Precision
+    dtype: np.dtype
+    out_dtype: np.dtype
+    w_layout: str = "enk"
+    permute_x: bool = False
+    permute_y: bool = False
+    has_topk_weights: bool = False
+    has_bias: bool = False
+    precision: jax.lax.Precision = jax.lax.Precision.DEFAULT
     num_tokens: int | None = None
     combine_y: bool = False
     expected_rows: int | None = None
-    dw_dtype: Any = None
+    dw_dtype: np.dtype | None = None
     is_dense: bool = False
     is_quantized: bool = False
 
@@ -125,6 +126,17 @@ class GroupedGemmProblem:
     def dequantized(self) -> Self:
         """The same problem with x and w in the dtype of y."""
         return dataclasses.replace(self, dtype=self.out_dtype, is_quantized=False)
+
+    @property
+    def transposed(self) -> Self:
+        """The problem of y @ w^T, without a bias: K and N change places."""
+        return dataclasses.replace(
+            self,
+            in_features=self.out_features,
+            out_features=self.in_features,
+            w_layout="ekn" if self.w_layout == "enk" else "enk",
+            has_bias=False,
+        )
 
     @property
     def rows_are_aligned(self) -> bool:

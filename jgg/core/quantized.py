@@ -4,7 +4,8 @@ import dataclasses
 import functools
 import itertools
 import math
-from typing import Any, NamedTuple
+from types import ModuleType
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -36,8 +37,16 @@ class Format:
       power_of_2_scales: whether scales are rounded up to powers of two, so that scaling rounds nothing.
     """
 
-    dtype: Any = E4M3
+    dtype: np.dtype = E4M3
     power_of_2_scales: bool = False
+
+
+class QArray(Protocol):
+    """A quantized array of the qwix library."""
+
+    qvalue: jax.Array
+    scale: jax.Array
+    zero_point: jax.Array | None
 
 
 @jax.tree_util.register_dataclass
@@ -63,7 +72,7 @@ class QuantizedArray:
         return f"QuantizedArray(values={type_of(self.values)}, scales={type_of(self.scales)})"
 
     @classmethod
-    def from_qwix(cls, array: Any) -> "QuantizedArray":
+    def from_qwix(cls, array: QArray) -> "QuantizedArray":
         """Converts a QArray of the qwix library: keeps its values as they are and repeats its scales for each block.
 
         Args:
@@ -122,7 +131,7 @@ class QuantizedArray:
         return jnp.where(is_near, jnp.clip(product, -limit, limit), product).astype(dtype)
 
 
-def type_of(part: Any) -> str:
+def type_of(part: object) -> str:
     """The dtype and shape of an array; the repr of anything else that a pytree may hold."""
     return f"{part.dtype}{list(part.shape)}" if isinstance(part, Shaped | np.ndarray) else repr(part)
 
@@ -214,7 +223,7 @@ class QuantizedWeights:
         return self.array.dtype
 
 
-def is_quantized(array: Any) -> bool:
+def is_quantized(array: object) -> bool:
     """Whether an operand or weights are in FP8, or will be when a product quantizes them."""
     return isinstance(array, QuantizedArray | QuantizedWeights | ToQuantize | WeightForms)
 
@@ -224,7 +233,7 @@ def values_and_scales(array: Any) -> tuple[Any, Any]:
     return (array.values, array.scales) if isinstance(array, QuantizedArray) else (array, None)
 
 
-def count_numbers(tree: Any) -> int:
+def count_numbers(tree: object) -> int:
     """How many numbers the arrays of a pytree stand for: in FP8 and MXFP4 without scales, and not by stored bytes."""
     leaves = jax.tree.leaves(tree, is_leaf=lambda leaf: isinstance(leaf, QuantizedArray))
     return sum(math.prod(leaf.shape) for leaf in leaves)
@@ -248,7 +257,7 @@ def scales_shape(shape: tuple[int, ...], block: tuple[int, int]) -> tuple[int, .
     return (*shape[:-2], *(-(-size // step) for size, step in zip(shape[-2:], block, strict=True)))
 
 
-def scaled(values: Any, scales: Any, block: tuple[int, int], numpy: Any) -> Any:
+def scaled(values: Any, scales: Any, block: tuple[int, int], numpy: ModuleType) -> Any:
     """values * scales in float32; `numpy` is `jnp` for arrays of JAX and `np` for arrays of NumPy."""
     return values.astype(np.float32) * _of_elements(scales.astype(np.float32), values.shape, block, numpy)
 
@@ -264,11 +273,11 @@ def _of_elements(scales, shape, block, numpy):
     return scales
 
 
-def quantized_types(shape: tuple[int, ...], block: tuple[int, int], stored_as: Format) -> Any:
+def quantized_types(shape: tuple[int, ...], block: tuple[int, int], stored_as: Format) -> QuantizedArray:
     """The QuantizedArray that an array of this shape becomes, with a jax.ShapeDtypeStruct for values and for scales."""
-    scales: Any = jax.ShapeDtypeStruct(scales_shape(shape, block), jnp.float32)
-    values: Any = jax.ShapeDtypeStruct(shape, stored_as.dtype)
-    return QuantizedArray(values, scales)
+    values = jax.ShapeDtypeStruct(shape, stored_as.dtype)
+    scales = jax.ShapeDtypeStruct(scales_shape(shape, block), jnp.float32)
+    return QuantizedArray(cast(jax.Array, values), cast(jax.Array, scales))
 
 
 def quantize(array: jax.Array, block: tuple[int, int], stored_as: Format) -> QuantizedArray:

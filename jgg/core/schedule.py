@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import checkify
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_arrays, as_int, check_integers, check_rank
-from jgg.core.quantized import is_quantized
+from jgg.core.quantized import QuantizedArray
 
 _MAX_COMPARED = 1024  # groups that are compared all with all
 _FEW_ROWS = 256  # rows and positions that are compared all with all
@@ -51,12 +51,12 @@ class Rows(NamedTuple):
         return (self.array if self.at is None else self.at).shape[0]
 
     @property
-    def dtype(self) -> Any:
+    def dtype(self) -> DTypeLike:
         """The dtype of the rows that are read."""
-        return jnp.float32 if is_quantized(self.array) else self.array.dtype
+        return jnp.float32 if isinstance(self.array, QuantizedArray) else self.array.dtype
 
 
-def guarded(indices: Any, num_rows: int) -> jax.Array:
+def guarded(indices: jax.Array, num_rows: int) -> jax.Array:
     """The indices, with NO_ROW for each one outside [0, num_rows), which `.at` neither wraps around nor writes."""
     return jnp.where((indices >= 0) & (indices < num_rows), indices, NO_ROW)
 

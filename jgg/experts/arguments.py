@@ -84,7 +84,6 @@ class MlpOptions:
     @classmethod
     def checked(
         cls,
-        *,
         activation: ActivationLike,
         interleaved: bool,
         w_layout: str,

@@ -69,6 +69,35 @@ class Metrics(NamedTuple):
     topk_indices: jax.Array
 
 
+class _Arrays(NamedTuple):
+    """The arguments of `MoELayer.apply` and its params, checked, each matrix with its adapter.
+
+    Attributes:
+      x, router_x, topk_indices, mask: as in `MoELayer.apply`, with the axes of x but the last merged.
+    """
+
+    x: jax.Array
+    w_router: Matrix
+    w_gate_up: Matrix
+    w_down: Matrix
+    b_router: jax.Array | None = None
+    scale_router: jax.Array | None = None
+    b_gate_up: jax.Array | None = None
+    b_down: jax.Array | None = None
+    w_shared_gate_up: Matrix | None = None
+    w_shared_down: Matrix | None = None
+    w_shared_gate: Matrix | None = None
+    selection_bias: jax.Array | None = None
+    router_x: jax.Array | None = None
+    topk_indices: jax.Array | None = None
+    mask: jax.Array | None = None
+
+    @property
+    def experts(self) -> ExpertWeights:
+        """The parameters of the experts."""
+        return ExpertWeights(self.w_gate_up, self.w_down, self.b_gate_up, self.b_down)
+
+
 @dataclasses.dataclass(unsafe_hash=True)
 class MoELayer(LayerOptions, InFeatures):
     """An MoE layer, dropless, without its parameters: `InFeatures` and `LayerOptions`, checked.
@@ -213,14 +242,7 @@ class MoELayer(LayerOptions, InFeatures):
           implementation: as in `jgg.nnx.MoE`.
           quantization: of the experts, as in `jgg.moe_mlp`; the router and the shared experts are not quantized.
         """
-        options = MlpOptions.checked(
-            activation=self.activation,
-            interleaved=self.interleaved,
-            w_layout="ekn",
-            precision=precision,
-            quantization=quantization,
-            implementation=implementation,
-        )
+        options = MlpOptions.checked(self.activation, self.interleaved, "ekn", precision, quantization, implementation)
         x = as_array("x", x)
         arrays = self._checked(params, x, selection_bias, router_x, topk_indices, mask, sharding, options)
         if sharding is None:
@@ -248,11 +270,8 @@ class MoELayer(LayerOptions, InFeatures):
         mask: ArrayLike | None,
         sharding: MoESharding | None,
         options: MlpOptions,
-    ) -> dict[str, Any]:
-        """The arguments of `apply` that are given, by name, the axes of x but the last merged; raises if one is wrong.
-
-        Matrices "w_..." are each a Matrix, with its adapter.
-        """
+    ) -> _Arrays:
+        """The arguments of `apply`; raises if one is wrong."""
         check_sharding(self, sharding)
         if sharding is not None:
             check_outside_shard_map(sharding)
@@ -277,9 +296,10 @@ class MoELayer(LayerOptions, InFeatures):
         named = self._checked_params(params, x.dtype)
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         check_floats("x", x)
-        check_shapes(tokens, _expert_weights(named), options)
-        optional = {"selection_bias": selection_bias, "router_x": router_x, "topk_indices": topk_indices, "mask": mask}
-        return {"x": tokens} | named | {name: array for name, array in optional.items() if array is not None}
+        of_router = {"selection_bias": selection_bias, "router_x": router_x, "topk_indices": topk_indices}
+        arrays = _Arrays(tokens, **named | of_router, mask=mask)
+        check_shapes(tokens, arrays.experts, options)
+        return arrays
 
     def _checked_params(
         self, params: Mapping[str, ArrayLike | QuantizedArray | QuantizedWeights], dtype: DTypeLike
@@ -305,29 +325,19 @@ class MoELayer(LayerOptions, InFeatures):
         return {name: named[name] for name in self.shapes} | matrices | with_terms
 
     def _apply_to_tokens(
-        self, arrays: Mapping[str, Any], sharding: MoESharding | None, options: MlpOptions
+        self, arrays: _Arrays, sharding: MoESharding | None, options: MlpOptions
     ) -> tuple[jax.Array, Metrics]:
         """y and metrics of the tokens x [T, H]; with a sharding, x is one device's part of the tokens."""
         token_axes, how = () if sharding is None else sharding.token_axes, How(options.implementation, current_target())
-        x, mask = arrays["x"], arrays.get("mask")
+        x, mask, router_x = arrays.x, arrays.mask, arrays.router_x
         # 0 times NaN is NaN, so what a masked token holds must not reach a product
-        arrays = {**arrays, **{n: zeroed(arrays[n], mask) for n in ("x", "router_x") if n in arrays}}
-        logits = compute_matrix_logits(
-            arrays.get("router_x", arrays["x"]),
-            arrays["w_router"],
-            arrays.get("b_router"),
-            options.precision,
-            options.implementation,
-        )
-        routing = compute_routing(
-            logits,
-            arrays.get("selection_bias"),
-            arrays.get("topk_indices"),
-            how,
-            self.router,
-        )
-        if self.use_router_scale:
-            routing = with_factors(routing, arrays["scale_router"])
+        arrays = arrays._replace(x=zeroed(x, mask))
+        router_x = arrays.x if router_x is None else zeroed(router_x, mask)
+        of_router = arrays.w_router, arrays.b_router, options.precision, options.implementation
+        logits = compute_matrix_logits(router_x, *of_router)
+        routing = compute_routing(logits, arrays.selection_bias, arrays.topk_indices, how, self.router)
+        if arrays.scale_router is not None:
+            routing = with_factors(routing, arrays.scale_router)
         if mask is not None:
             routing = without_masked(routing, mask, self.num_experts, how)
         y, overflow = self._experts(arrays, routing, sharding, options)
@@ -338,13 +348,13 @@ class MoELayer(LayerOptions, InFeatures):
             overflow,
             routing.topk_indices,
         )
-        return self._with_shared(y, _bounded(x, mask), arrays, how, options) if self.shared_features else y, metrics
+        return self._with_shared(y, x, arrays, how, options), metrics
 
     def _experts(
-        self, arrays: Mapping[str, Any], routing: Routing, sharding: MoESharding | None, options: MlpOptions
+        self, arrays: _Arrays, routing: Routing, sharding: MoESharding | None, options: MlpOptions
     ) -> tuple[jax.Array, jax.Array]:
         """The experts' y of all tokens, and the overflow."""
-        tokens, weights = arrays["x"], _expert_weights(arrays)
+        tokens, weights = arrays.x, arrays.experts
         if self.scale_input:
             tokens = (tokens.astype(jnp.float32) * routing.topk_weights).astype(tokens.dtype)
             routing = routing._replace(topk_weights=jnp.ones_like(routing.topk_weights))
@@ -353,17 +363,18 @@ class MoELayer(LayerOptions, InFeatures):
             return compute_mlp(tokens, weights, routing, options), jnp.int32(0)
         return compute_mlp_on_device(tokens, weights, routing.topk_weights, routing.topk_indices, sharding, options)
 
-    def _with_shared(
-        self, y: jax.Array, x: jax.Array, arrays: Mapping[str, Any], how: How, options: MlpOptions
-    ) -> jax.Array:
+    def _with_shared(self, y: jax.Array, x: jax.Array, arrays: _Arrays, how: How, options: MlpOptions) -> jax.Array:
         """The experts' y plus the shared experts' y of all tokens x [T, H]."""
-        named: Any = {"precision": options.precision, "implementation": options.implementation}
-        multiply: Any = functools.partial(dense, **named, batch_invariant=True)
-        pre_activation = multiply(x, arrays["w_shared_gate_up"])
-        hidden = activated(pre_activation, find_activation(self.activation), options.implementation)
-        shared, gate = multiply(hidden, arrays["w_shared_down"]), None
-        if self.use_shared_gate:
-            gate = compute_matrix_logits(x, arrays["w_shared_gate"], None, **named)
+        if arrays.w_shared_gate_up is None or arrays.w_shared_down is None:
+            return y
+        precision, implementation = options.precision, options.implementation
+        multiply = functools.partial(dense, precision=precision, implementation=implementation, batch_invariant=True)
+        x = _bounded(x, arrays.mask)
+        pre_activation = multiply(x, arrays.w_shared_gate_up)
+        hidden = activated(pre_activation, find_activation(self.activation), implementation)
+        shared, gate = multiply(hidden, arrays.w_shared_down), None
+        if arrays.w_shared_gate is not None:
+            gate = compute_matrix_logits(x, arrays.w_shared_gate, None, precision, implementation)
         return ADD_GATED(how, alike(AddGated(y, shared, gate)))
 
 
@@ -383,7 +394,3 @@ def _as_router_x(router_x: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
         raise ValueError(f"router_x must have the shape of x, {list(shape)}, got {list(router_x.shape)}.")
     check_floats("router_x", router_x)
     return router_x.reshape(math.prod(shape[:-1]), shape[-1])
-
-
-def _expert_weights(arrays: Mapping[str, Any]) -> ExpertWeights:
-    return ExpertWeights(arrays["w_gate_up"], arrays["w_down"], arrays.get("b_gate_up"), arrays.get("b_down"))

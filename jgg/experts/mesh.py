@@ -5,10 +5,11 @@ import functools
 import math
 import numbers
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
 from jgg.core.activations import ActivationLike, find_activation
@@ -155,7 +156,7 @@ class MoESharding:
 
         return checked
 
-    def check_split(self, name: str, array: Any, spec: P) -> None:
+    def check_split(self, name: str, array: jax.Array | np.ndarray | QuantizedArray | Matrix, spec: P) -> None:
         """Raises where an array, or a part of a Matrix except its factors, cannot be split evenly as a spec says."""
         if isinstance(array, Matrix):
             for part in (array.dense, array.straight):
@@ -193,28 +194,30 @@ def axis_split_over(mesh_axis: str | None, spec: P) -> int | None:
     return None
 
 
-def map_tokens[Result](
-    function: Callable[[dict[str, Any]], Result],
+def map_tokens[Arrays: NamedTuple, Result](
+    function: Callable[[Arrays], Result],
     sharding: MoESharding,
-    arrays: dict[str, Any],
-    specs: dict[str, P],
-    out_specs: Any,
+    arrays: Arrays,
+    specs: Mapping[str, P],
+    out_specs: object,
 ) -> Result:
     """`function(arrays)` under `jax.shard_map`; arrays that `specs` does not name have a row for each token.
 
-    Arrays may be a Matrix, whose factors have the specs of their own names. All other parts are split alike.
+    Arrays may be None, or a Matrix, whose factors have the specs of their own names. All other parts are split alike.
     """
     tokens = sharding.token_spec
-    for name, array in arrays.items():
+    named = {name: array for name, array in arrays._asdict().items() if array is not None}
+    for name, array in named.items():
         sharding.check_split(name, array, specs.get(name, tokens))
         for part, factor in zip(adapter_names(name), getattr(array, "factors", None) or (), strict=False):
             sharding.check_split(part, factor, specs.get(part, P()))
-    parts = {name: specs_of_parts(name, array, specs, tokens) for name, array in arrays.items()}
-    arrays = {
+    parts = {name: specs_of_parts(name, array, specs, tokens) for name, array in named.items()}
+    placed = {
         name: jax.tree.map(functools.partial(_placed, name, sharding), array, parts[name])
-        for name, array in arrays.items()
+        for name, array in named.items()
     }
-    return jax.shard_map(function, mesh=sharding.mesh, in_specs=(parts,), out_specs=out_specs)(arrays)
+    arrays, in_specs = arrays._replace(**placed), (arrays._replace(**parts),)
+    return jax.shard_map(function, mesh=sharding.mesh, in_specs=in_specs, out_specs=out_specs)(arrays)
 
 
 def check_outside_shard_map(sharding: MoESharding) -> None:

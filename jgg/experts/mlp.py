@@ -4,6 +4,7 @@ import dataclasses
 from typing import NamedTuple
 
 import jax
+import numpy as np
 
 from jgg.core.activations import Activation
 from jgg.core.matrix import Matrix
@@ -101,15 +102,8 @@ class MoeMlp:
     @property
     def transposed_down(self) -> Linear:
         """The layer from dy, in the order of x, to z = dy @ down^T in expert order: it computes dX of `down`."""
-        of_down = self.down.problem
-        problem = dataclasses.replace(
-            self.up.problem,
-            in_features=of_down.out_features,
-            out_features=of_down.in_features,
-            w_layout="ekn" if of_down.w_layout == "enk" else "enk",
-            has_bias=False,
-            dw_dtype=of_down.dw_dtype,
-        )
+        up = self.up.problem
+        problem = dataclasses.replace(self.down.problem.transposed, permute_x=up.permute_x, num_tokens=up.num_tokens)
         return dataclasses.replace(self.down, problem=problem, rows_are_gradients=True)
 
     @property
@@ -150,8 +144,6 @@ def _problems(
         out_dtype=x.dtype,
         w_layout=options.w_layout,
         permute_x=indices is not None,
-        permute_y=False,
-        has_topk_weights=False,
         has_bias=weights.b_gate_up is not None,
         precision=options.precision,
         num_tokens=None if num_rows == num_tokens * topk else num_tokens,
@@ -170,5 +162,5 @@ def _problems(
     return up, down
 
 
-def _dtype_of_gradient(matrix: Matrix, x: jax.Array) -> jax.typing.DTypeLike:
+def _dtype_of_gradient(matrix: Matrix, x: jax.Array) -> np.dtype:
     return x.dtype if matrix.dense is None else matrix.dense.dtype

@@ -1,7 +1,7 @@
 """Experts, their features and tokens split over the devices of a mesh; `import jgg.sharding`."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +9,7 @@ from jax.typing import ArrayLike
 
 from jgg.core.activations import ActivationLike
 from jgg.core.arguments import as_array, as_int, check, check_instance
+from jgg.core.matrix import Matrix
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, block_of
 from jgg.experts.arguments import ExpertWeights, MlpOptions, check_choices, check_shapes, expert_weights
 from jgg.experts.mesh import (
@@ -78,27 +79,29 @@ def sharded_moe_mlp(
     """
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
     check_outside_shard_map(sharding)
-    options = MlpOptions.checked(
-        activation=activation,
-        interleaved=interleaved,
-        w_layout=w_layout,
-        precision=precision,
-        quantization=quantization,
-        implementation=implementation,
-        residual_names=residual_names,
-    )
+    given = activation, interleaved, w_layout, precision, quantization, implementation, residual_names
+    options = MlpOptions.checked(*given)
     weights = expert_weights(w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down, w_layout)
     x, topk_weights, topk_indices = _checked(x, weights, topk_weights, topk_indices, sharding, options, gathers=False)
-    tokens = {"x": x, "topk_weights": topk_weights, "topk_indices": topk_indices}
-    of_weights = zip(("w_gate_up", "w_down", "b_gate_up", "b_down"), weights, strict=True)
-    arrays = {name: array for name, array in of_weights if array is not None}
 
-    def on_device(part: dict[str, Any]) -> tuple[jax.Array, jax.Array]:
-        own = ExpertWeights(part["w_gate_up"], part["w_down"], part.get("b_gate_up"), part.get("b_down"))
-        return compute_mlp_on_device(part["x"], own, part["topk_weights"], part["topk_indices"], sharding, options)
+    def on_device(arrays: _Arrays) -> tuple[jax.Array, jax.Array]:
+        own = ExpertWeights(arrays.w_gate_up, arrays.w_down, arrays.b_gate_up, arrays.b_down)
+        return compute_mlp_on_device(arrays.x, own, arrays.topk_weights, arrays.topk_indices, sharding, options)
 
-    specs = sharding.weight_specs(w_layout)
-    return map_tokens(on_device, sharding, tokens | arrays, specs, (sharding.token_spec, P()))
+    arrays, specs = _Arrays(x, topk_weights, topk_indices, *weights), sharding.weight_specs(w_layout)
+    return map_tokens(on_device, sharding, arrays, specs, (sharding.token_spec, P()))
+
+
+class _Arrays(NamedTuple):
+    """The arrays of `sharded_moe_mlp`, by the names that its errors give them; terms are in the matrices."""
+
+    x: jax.Array
+    topk_weights: jax.Array
+    topk_indices: jax.Array
+    w_gate_up: Matrix
+    w_down: Matrix
+    b_gate_up: jax.Array | None
+    b_down: jax.Array | None
 
 
 def moe_mlp_on_device(
@@ -133,15 +136,8 @@ def moe_mlp_on_device(
     """
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
     check_inside_shard_map(sharding)
-    options = MlpOptions.checked(
-        activation=activation,
-        interleaved=interleaved,
-        w_layout=w_layout,
-        precision=precision,
-        quantization=quantization,
-        implementation=implementation,
-        residual_names=residual_names,
-    )
+    given = activation, interleaved, w_layout, precision, quantization, implementation, residual_names
+    options = MlpOptions.checked(*given)
     weights = expert_weights(w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down, w_layout)
     x, topk_weights, topk_indices = _checked(x, weights, topk_weights, topk_indices, sharding, options, gathers=True)
     return compute_mlp_on_device(x, weights, topk_weights, topk_indices, sharding, options)

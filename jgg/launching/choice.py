@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -18,7 +18,7 @@ from jgg.core.files import warn_once
 from jgg.core.gpu_target import MIN_COMPUTE_CAPABILITY, Target, current_target, device_target, known_target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.launching import interpret, triton
-from jgg.launching.launch import Launch
+from jgg.launching.launch import Kernel, Launch
 
 
 class How(NamedTuple):
@@ -45,7 +45,7 @@ class Launcher(NamedTuple):
       target: the GPU that launches are chosen for.
     """
 
-    run: Callable[[Any, Launch], dict[str, jax.Array]]
+    run: Callable[[Kernel, Launch], dict[str, jax.Array]]
     target: Target
 
     @classmethod

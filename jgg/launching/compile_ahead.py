@@ -11,10 +11,11 @@ import os
 import threading
 from collections.abc import Callable, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
+from jgg.core.arguments import Shaped
 from jgg.core.versions import FIXED, unlike
 
 MOST_NOTED = (
@@ -36,7 +37,7 @@ class Noted(NamedTuple):
     params: frozenset[tuple[str, Hashable]]
 
     @classmethod
-    def of(cls, is_local: bool, operands: Iterable[Any], params: dict[str, Hashable]) -> "Noted":
+    def of(cls, is_local: bool, operands: Iterable[Shaped], params: dict[str, Hashable]) -> "Noted":
         """Notes an operation by its operands, which have a shape and a dtype."""
         return cls(is_local, tuple((a.shape, a.dtype) for a in operands), frozenset(params.items()))
 

@@ -19,7 +19,7 @@ from jgg.core.gpu_target import Target
 from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.quantized import DTYPES
 from jgg.core.versions import check_kernels_can_run
-from jgg.launching.launch import Launch
+from jgg.launching.launch import Kernel, Launch
 
 # Few programs with many tiles each, so that the loop of a persistent kernel takes several steps even in small tests.
 # The interpreter runs one program after the other, so that more of them would not be faster.
@@ -61,7 +61,7 @@ class InterpreterLock:
 INTERPRETER_LOCK = InterpreterLock()
 
 
-def call(kernel: Any, launch: Launch) -> dict[str, jax.Array]:
+def call(kernel: Kernel, launch: Launch) -> dict[str, jax.Array]:
     """Interprets a kernel of `jgg.kernels` in a host callback; under `vmap`, once for each batch element."""
     arrays = launch.arrays
     dtypes = [array.dtype for array in arrays.values()] + [result.dtype for result in launch.result_types.values()]
@@ -76,7 +76,7 @@ def call(kernel: Any, launch: Launch) -> dict[str, jax.Array]:
 
     from jgg.launching.jax_triton_fixes import host_tensor, products_in_order
 
-    kernel = _interpreted(kernel)
+    interpreted = _interpreted(kernel)
     axes = varying_axes(*arrays.values())
 
     def run(arrays: dict[str, jax.Array]) -> dict[str, np.ndarray]:
@@ -89,14 +89,14 @@ def call(kernel: Any, launch: Launch) -> dict[str, jax.Array]:
             tensors[key] = TensorDescriptor(tensors[key], tma.shape, tma.strides, tma.block_shape)
         # as on a GPU, Inf and NaN are values like any other
         with INTERPRETER_LOCK.interprets(), products_in_order(), np.errstate(all="ignore"):
-            kernel[launch.grid](**tensors, **constant, **launch.constants)
+            interpreted[launch.grid](**tensors, **constant, **launch.constants)
         return {key: output.astype(types[key].dtype) for key, output in outputs.items()}
 
     results = jax.pure_callback(run, launch.result_types, arrays, vmap_method="sequential")
     return {key: vary_over(axes, result) for key, result in results.items()}
 
 
-def _interpreted_dtype(dtype: Any) -> np.dtype:
+def _interpreted_dtype(dtype: np.dtype) -> np.dtype:
     """float16 in place of FP8: it holds every FP8 number, and Triton's interpreter takes a NaN in FP8 for a number."""
     return np.dtype(np.float16) if dtype in DTYPES else dtype
 
@@ -105,13 +105,13 @@ def _as_interpreted(array: jax.Array) -> np.ndarray:
     return np.array(array).astype(_interpreted_dtype(array.dtype))
 
 
-def _unwritten(dtype: Any) -> float:
+def _unwritten(dtype: np.dtype) -> float:
     """The value that outputs are filled with first, NaN or the lowest integer; it shows what a kernel did not write."""
     return np.nan if jnp.issubdtype(dtype, jnp.floating) else np.iinfo(dtype).min
 
 
 @functools.cache
-def _interpreted(kernel: Any) -> Any:
+def _interpreted(kernel: Kernel) -> Any:
     """The same kernel from a second copy of the package `jgg.kernels`, in which `triton.jit` makes it interpreted."""
     import triton
 

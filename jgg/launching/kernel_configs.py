@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, ClassVar, NamedTuple, Self
 
+import numpy as np
+
 from jgg.core.arguments import as_flag, as_int, check_one_of
 from jgg.core.problem import GroupedGemmProblem
 
@@ -80,7 +82,7 @@ class _KernelConfig:
         return Tile(*(sizes[block] for block in cls.blocks(problem.w_layout)))
 
     @classmethod
-    def result_dtype(cls, problem: GroupedGemmProblem) -> Any:
+    def result_dtype(cls, problem: GroupedGemmProblem) -> np.dtype:
         """The dtype of the product."""
         return {"forward": problem.out_dtype, "dx": problem.dtype, "dw": problem.dw_dtype or problem.dtype}[cls.op]
 

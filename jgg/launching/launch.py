@@ -1,14 +1,16 @@
 """One kernel launch as data, TMA descriptors included."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
+import numpy as np
 
 from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds, TileSchedule
+from jgg.launching.kernel_configs import KernelConfig
 
 PRECISIONS = {  # of float32 products, with Triton's names for them
     jax.lax.Precision.DEFAULT: "tf32",
@@ -19,6 +21,21 @@ PRECISIONS = {  # of float32 products, with Triton's names for them
 MAX_EXPERTS = 1024  # a program of the router's kernels holds a row of so many scores at once
 
 _AXIS_LIMIT, _ROW_LIMIT, _WRAP_STRIDE = 0x7FFF0000, 2**30, 2**34
+
+type Constant = int | float | bool | str | None
+
+
+class Kernel(Protocol):
+    """A kernel of `jgg.kernels`, as `triton.jit` or Gluon makes it."""
+
+    __name__: str
+    __module__: str
+    arg_names: Sequence[str]
+
+    def __hash__(self) -> int: ...
+
+    def is_gluon(self) -> bool:
+        """Whether it is in Gluon."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +70,9 @@ class Launch:
       flops, bytes_accessed: the cost that XLA and its profiler are told.
     """
 
-    operands: dict[str, Any]
+    operands: Mapping[str, jax.Array | int | None]
     outputs: Mapping[str, jax.ShapeDtypeStruct | jax.Array]
-    constants: dict[str, Any]
+    constants: Mapping[str, Constant]
     grid: tuple[int, ...]
     descriptors: dict[str, Tma] = dataclasses.field(default_factory=dict)
     num_warps: int = 4
@@ -132,7 +149,7 @@ def bounded_rows(columns: int, block: tuple[int, ...], cta_axis: int | None = No
     return Tma(shape, strides, (1, 1, *block), cta_axis)
 
 
-def launch_options(target: Target, problem: GroupedGemmProblem, config: Any, tiles: int) -> dict[str, Any]:
+def launch_options(target: Target, problem: GroupedGemmProblem, config: KernelConfig, tiles: int) -> dict[str, Any]:
     """The fields of a `Launch` whose persistent programs share `tiles` tiles: grid, warps, stages and cost."""
     return {
         "grid": (max(1, min(tiles, target.num_sms * config.programs_per_sm)),),
@@ -143,12 +160,12 @@ def launch_options(target: Target, problem: GroupedGemmProblem, config: Any, til
     }
 
 
-def _tma_can(target: Target, dtype: Any, row_length: int) -> bool:
+def _tma_can(target: Target, dtype: np.dtype, row_length: int) -> bool:
     """Whether TMA can access rows of `row_length` elements: their stride must be a multiple of 16 bytes."""
     return target.has_tma and row_length * dtype.itemsize % 16 == 0
 
 
-def x_by_tma(target: Target, problem: GroupedGemmProblem, dtype: Any = None) -> bool:
+def x_by_tma(target: Target, problem: GroupedGemmProblem, dtype: np.dtype | None = None) -> bool:
     """Whether TMA can load x, which may have another dtype than the problem."""
     return not problem.permute_x and _tma_can(target, dtype or problem.dtype, problem.in_features)
 

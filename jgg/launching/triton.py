@@ -2,16 +2,16 @@
 
 import threading
 from types import ModuleType
-from typing import Any
 
 import jax
+import numpy as np
 
 from jgg.core.manual_axes import vary_over, varying_axes
 from jgg.core.versions import FIXED, check_kernels_can_run, unlike
-from jgg.launching.launch import Launch, Tma
+from jgg.launching.launch import Kernel, Launch, Tma
 
 # shape, strides, block and layout of a TMA descriptor, as jax_triton.TensorDescriptor takes them
-type Description = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], Any]
+type Description = tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], object]
 
 # The oldest PTX version that supports the GPU, but at least 8.6, which the drivers of CUDA 12.6 and later assemble.
 # Triton's own default can be too new for the driver's assembler.
@@ -20,7 +20,7 @@ _loading = threading.Lock()
 _TRITON_NAMES = {"float8_e4m3fn": "float8e4nv", "float8_e5m2": "float8e5"}  # dtypes for which JAX has another name
 
 
-def call(compute_capability: int, kernel: Any, launch: Launch) -> dict[str, jax.Array]:
+def call(compute_capability: int, kernel: Kernel, launch: Launch) -> dict[str, jax.Array]:
     """Launches a kernel of `jgg.kernels` through `jax_triton.triton_call`."""
     jax_triton = load()
     # An array that a kernel writes over can be a slice of a larger array, or its result can go into such a slice, as in
@@ -29,12 +29,12 @@ def call(compute_capability: int, kernel: Any, launch: Launch) -> dict[str, jax.
     # slices.
     barrier = jax.lax.optimization_barrier
     refs = {key: jax.new_ref(barrier(array)) for key, array in launch.updated.items()}
-    operands = {key: each for key, each in launch.operands.items() if key not in refs}
+    operands: dict[str, object] = {key: each for key, each in launch.operands.items() if key not in refs}
     if refs:
         operands = {key: barrier(each) if isinstance(each, jax.Array) else each for key, each in operands.items()}
     new = [key for key in launch.outputs if key not in refs]
     _check_order(kernel, launch, new)
-    operands, descriptions = operands | refs, _descriptions(kernel, launch)
+    operands, descriptions = {**operands, **refs}, _descriptions(kernel, launch)
     for key in descriptions.keys() - new:
         operands[key] = jax_triton.TensorDescriptor(operands[key], *descriptions[key])
     described = {number: descriptions[key] for number, key in enumerate(new) if key in descriptions}
@@ -57,7 +57,7 @@ def call(compute_capability: int, kernel: Any, launch: Launch) -> dict[str, jax.
     return {key: vary_over(axes, barrier(result) if refs else result) for key, result in results.items()}
 
 
-def _check_order(kernel: Any, launch: Launch, new: list[str]) -> None:
+def _check_order(kernel: Kernel, launch: Launch, new: list[str]) -> None:
     """Raises unless new results are the last arrays among the kernel's parameters, as jax-triton hands them over."""
     arrays = [name for name in kernel.arg_names if name in launch.arrays or name in new]
     if new and arrays[-len(new) :] != new:
@@ -85,9 +85,9 @@ def load() -> ModuleType:
     return jax_triton
 
 
-def _descriptions(kernel: Any, launch: Launch) -> dict[str, Description]:
+def _descriptions(kernel: Kernel, launch: Launch) -> dict[str, Description]:
     """Shape, strides, block and layout of each TMA descriptor."""
-    arrays = {**launch.operands, **launch.outputs}
+    arrays = {**launch.arrays, **launch.outputs}
     return {
         key: (tma.shape, tma.strides, tma.block_shape, _shared_layout(kernel, tma, arrays[key].dtype))
         for key, tma in launch.descriptors.items()
@@ -96,9 +96,9 @@ def _descriptions(kernel: Any, launch: Launch) -> dict[str, Description]:
 
 def _options(
     compute_capability: int, described_outputs: dict[int, Description], max_registers: int | None
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """Options of the compiler, and the descriptions of outputs by their number, which jax_triton_fixes takes out."""
-    options: dict[str, Any] = {"enable_fp_fusion": True, "maxnreg": max_registers}
+    options: dict[str, object] = {"enable_fp_fusion": True, "maxnreg": max_registers}
     if compute_capability in _PTX_VERSIONS:
         options["ptx_version"] = _PTX_VERSIONS[compute_capability]
     if described_outputs:
@@ -106,7 +106,7 @@ def _options(
     return options
 
 
-def _shared_layout(kernel: Any, tma: Tma, dtype: Any) -> Any:
+def _shared_layout(kernel: Kernel, tma: Tma, dtype: np.dtype) -> object:
     """The layout in shared memory of a descriptor's blocks in a cluster of two; None for kernels not in Gluon."""
     if not kernel.is_gluon():
         return None

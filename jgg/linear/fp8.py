@@ -135,7 +135,7 @@ class Fp8:
     @property
     def gradient_format(self) -> Format:
         """How gradients are quantized."""
-        return Format(self.gradient_dtype, self.power_of_2_scales)
+        return Format(jnp.dtype(self.gradient_dtype), self.power_of_2_scales)
 
     def weights(self, w: ArrayLike) -> QuantizedWeights:
         """Quantizes weights [E, N, K] or [E, K, N], to be used more than once.

@@ -1,5 +1,7 @@
 """The public operations: grouped_gemm and the three products alone. They check arguments; `products` computes."""
 
+from typing import NamedTuple, Self
+
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
@@ -88,20 +90,8 @@ def grouped_gemm(
     _check_config("kernel_config_fwd", kernel_config_fwd, KernelConfigForward)
     _check_config("kernel_config_bwd_dx", kernel_config_bwd_dx, KernelConfigDX)
     _check_config("kernel_config_bwd_dw", kernel_config_bwd_dw, KernelConfigDW)
-    problem, arrays = _checked(
-        x=x,
-        w=w,
-        group_sizes=group_sizes,
-        topk=topk,
-        gather_indices=gather_indices,
-        permute_x=permute_x,
-        permute_y=permute_y,
-        topk_weights=topk_weights,
-        bias=bias,
-        w_layout=w_layout,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-    )
+    order = _Order(group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights)
+    problem, arrays = _checked(x, w, order, bias, w_layout, precision, preferred_element_type)
     if low_rank is not None:
         check_instance("x", arrays.x, jax.Array, "no QuantizedArray with low_rank")
         matrix = checked_beside("low_rank", arrays.matrix, low_rank, problem.w_layout)
@@ -140,20 +130,8 @@ def grouped_gemm_forward(
     Raises: as `grouped_gemm`.
     """
     _check_config("kernel_config", kernel_config, KernelConfigForward)
-    problem, arrays = _checked(
-        x=x,
-        w=w,
-        group_sizes=group_sizes,
-        topk=topk,
-        gather_indices=gather_indices,
-        permute_x=permute_x,
-        permute_y=permute_y,
-        topk_weights=topk_weights,
-        bias=bias,
-        w_layout=w_layout,
-        precision=precision,
-        preferred_element_type=preferred_element_type,
-    )
+    order = _Order(group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights)
+    problem, arrays = _checked(x, w, order, bias, w_layout, precision, preferred_element_type)
     linear = Linear(problem, how_of(problem, implementation), Configs(forward=kernel_config))
     return compute_forward(linear, arrays)
 
@@ -190,22 +168,10 @@ def grouped_gemm_dx(
     _check_config("kernel_config", kernel_config, KernelConfigDX)
     dy = as_array("dy", dy)
     w = as_dense("w", w, dy.dtype)
-    group_sizes, gather_indices = _as_order(group_sizes, gather_indices)
-    topk_weights = as_array_or_none("topk_weights", topk_weights)
-    problem = check_problem(
-        dy=dy,
-        w=w,
-        group_sizes=group_sizes,
-        topk=topk,
-        gather_indices=gather_indices,
-        permute_x=permute_x,
-        permute_y=permute_y,
-        topk_weights=topk_weights,
-        w_layout=w_layout,
-        precision=precision,
-    )
+    order = _Order(group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights).as_arrays()
+    problem = check_problem(dy=dy, w=w, **order._asdict(), w_layout=w_layout, precision=precision)
     linear = Linear(problem, how_of(problem, implementation), Configs(dx=kernel_config))
-    return compute_dx(linear, dy, w, group_sizes, gather_indices, topk_weights)
+    return compute_dx(linear, dy, w, *order.arrays)
 
 
 def grouped_gemm_dw(
@@ -242,39 +208,44 @@ def grouped_gemm_dw(
     """
     _check_config("kernel_config", kernel_config, KernelConfigDW)
     x, dy = as_array("x", x), as_array("dy", dy)
-    group_sizes, gather_indices = _as_order(group_sizes, gather_indices)
-    topk_weights = as_array_or_none("topk_weights", topk_weights)
+    order = _Order(group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights).as_arrays()
     problem = check_problem(
-        x=x,
-        dy=dy,
-        group_sizes=group_sizes,
-        topk=topk,
-        gather_indices=gather_indices,
-        permute_x=permute_x,
-        permute_y=permute_y,
-        topk_weights=topk_weights,
-        w_layout=w_layout,
-        precision=precision,
-        dw_dtype=preferred_element_type,
+        x=x, dy=dy, **order._asdict(), w_layout=w_layout, precision=precision, dw_dtype=preferred_element_type
     )
     linear = Linear(problem, how_of(problem, implementation), Configs(dw=kernel_config))
-    return compute_dw(linear, x, dy, group_sizes, gather_indices, topk_weights)
+    return compute_dw(linear, x, dy, *order.arrays)
+
+
+class _Order(NamedTuple):
+    """Which rows belong to which expert and where they are, as arguments of `grouped_gemm`."""
+
+    group_sizes: ArrayLike
+    topk: int
+    gather_indices: ArrayLike | None
+    permute_x: bool
+    permute_y: bool
+    topk_weights: ArrayLike | None
+
+    @property
+    def arrays(self) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+        """group_sizes, gather_indices and topk_weights as arrays."""
+        indices, weights = (as_array_or_none(name, getattr(self, name)) for name in ("gather_indices", "topk_weights"))
+        return as_array("group_sizes", self.group_sizes), indices, weights
+
+    def as_arrays(self) -> Self:
+        """The same with arrays."""
+        group_sizes, gather_indices, topk_weights = self.arrays
+        return self._replace(group_sizes=group_sizes, gather_indices=gather_indices, topk_weights=topk_weights)
 
 
 def _checked(
-    *,
     x: ArrayLike | QuantizedArray,
     w: ArrayLike | QuantizedArray,
-    group_sizes: ArrayLike,
-    topk: int,
-    gather_indices: ArrayLike | None,
-    permute_x: bool,
-    permute_y: bool,
-    topk_weights: ArrayLike | None,
+    order: _Order,
     bias: ArrayLike | None,
     w_layout: str,
     precision: jax.lax.PrecisionLike,
-    preferred_element_type: DTypeLike | None,
+    out_dtype: DTypeLike | None,
 ) -> tuple[GroupedGemmProblem, Arrays]:
     """The problem and the arrays that the arguments of `grouped_gemm` give; w stays quantized only if x is."""
     if isinstance(x, QuantizedArray):
@@ -283,27 +254,11 @@ def _checked(
     else:
         x = as_array("x", x)
         w = as_dense("w", w, x.dtype)
-    group_sizes, gather_indices = _as_order(group_sizes, gather_indices)
-    topk_weights, bias = as_array_or_none("topk_weights", topk_weights), as_array_or_none("bias", bias)
+    order, bias = order.as_arrays(), as_array_or_none("bias", bias)
     problem = check_problem(
-        x=x,
-        w=w,
-        group_sizes=group_sizes,
-        topk=topk,
-        gather_indices=gather_indices,
-        permute_x=permute_x,
-        permute_y=permute_y,
-        topk_weights=topk_weights,
-        bias=bias,
-        w_layout=w_layout,
-        precision=precision,
-        out_dtype=preferred_element_type,
+        x=x, w=w, bias=bias, **order._asdict(), w_layout=w_layout, precision=precision, out_dtype=out_dtype
     )
-    return problem, Arrays(x, as_matrix("w", w), group_sizes, gather_indices, topk_weights, bias)
-
-
-def _as_order(group_sizes: ArrayLike, gather_indices: ArrayLike | None) -> tuple[jax.Array, jax.Array | None]:
-    return as_array("group_sizes", group_sizes), as_array_or_none("gather_indices", gather_indices)
+    return problem, Arrays(x, as_matrix("w", w), *order.arrays, bias)
 
 
 def _check_config(name: str, config: object, kind: type) -> None:

@@ -80,16 +80,7 @@ class Linear:
     @property
     def transposed_problem(self) -> GroupedGemmProblem:
         """The product that computes dX as a forward product by w^T, of dy in expert order."""
-        problem = self.problem
-        return dataclasses.replace(
-            problem,
-            in_features=problem.out_features,
-            out_features=problem.in_features,
-            w_layout="ekn" if problem.w_layout == "enk" else "enk",
-            permute_x=False,
-            has_bias=False,
-            combine_y=problem.permute_x,
-        )
+        return dataclasses.replace(self.problem.transposed, permute_x=False, combine_y=self.problem.permute_x)
 
     def problem_of_a(self, a: jax.Array) -> GroupedGemmProblem:
         """The product x @ a, whose rows [M, r] are in expert order."""

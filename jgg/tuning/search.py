@@ -9,7 +9,6 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
 
 from jax.typing import DTypeLike
 
@@ -25,7 +24,7 @@ from jgg.launching.kernel_configs import CONFIG_TYPES, KernelConfig, KernelConfi
 from jgg.launching.requirements import shared_memory
 from jgg.launching.tuned_files import Entry, merge, parse, user_file
 from jgg.tuning.timing import Reference, measure, product
-from jgg.tuning.workloads import gemm, operands
+from jgg.tuning.workloads import Arrays, gemm, operands
 
 _logger = logging.getLogger("jgg")
 
@@ -263,7 +262,7 @@ def _try(
     op: str,
     problem: GroupedGemmProblem,
     config: KernelConfig,
-    arrays: Any,
+    arrays: Arrays,
     reference: Reference,
     implementation: str,
     lock: AbstractContextManager[None],

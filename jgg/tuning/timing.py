@@ -57,7 +57,7 @@ class Measurement:
             return f"{self.status}: {self.reason}"
         return f"{self.status}: error {self.error:.3g}, at most {self.allowed_error:.3g} is right"
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """The attributes; NaN and infinity, which JSON cannot hold, are text."""
         return {
             name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
@@ -267,9 +267,9 @@ def _time(program, arrays):
     return median_seconds(lambda: program(arrays), REPEATS)
 
 
-def median_seconds(call: Callable, repeats: int) -> tuple[float, Any]:
+def median_seconds[Result](call: Callable[[], Result], repeats: int) -> tuple[float, Result]:
     """Makes `repeats` calls; returns the median of their times on the device, in seconds, and the last result."""
-    seconds, result = [], None
+    seconds = []
     for _ in range(repeats):
         start = time.perf_counter()
         result = jax.block_until_ready(call())

@@ -12,7 +12,7 @@ from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import QuantizedArray
 from jgg.tuning import timing
 from jgg.tuning.timing import FAILED, RIGHT, Measurement, Timing, first_line, measure
-from jgg.tuning.workloads import gathered_rows
+from jgg.tuning.workloads import Arrays, gathered_rows
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,7 +44,7 @@ class Reference(Protocol):
         ...
 
 
-def as_it_is(array: Any) -> Any:
+def as_it_is[Result](array: Result) -> Result:
     """Returns the array, which is in jgg's layout already."""
     return array
 
@@ -59,8 +59,8 @@ class JaxProduct(Way):
       finish: brings the product into jgg's layout; not timed.
     """
 
-    function: Callable[[dict[str, Any]], Any]
-    arrays: dict[str, Any]
+    function: Callable[[Arrays], Any]
+    arrays: Arrays
     flops: int
     bytes_accessed: int
     finish: Callable[[Any], Any] = as_it_is
@@ -94,13 +94,13 @@ def check_and_time(way: Way, reference: Reference) -> Measurement:
     return dataclasses.replace(checked, seconds=seconds, variant=way.variant or checked.variant)
 
 
-def own(op: str, problem: GroupedGemmProblem, arrays: dict[str, Any], implementation: str | None = None) -> JaxProduct:
+def own(op: str, problem: GroupedGemmProblem, arrays: Arrays, implementation: str | None = None) -> JaxProduct:
     """jgg's product of the arrays, which `workloads.operands` makes."""
     function = timing.product(op, problem, implementation)
     return JaxProduct(function, arrays, problem.flops, problem.bytes_accessed(op))
 
 
-def dense(op: str, problem: GroupedGemmProblem, arrays: dict[str, Any]) -> JaxProduct:
+def dense(op: str, problem: GroupedGemmProblem, arrays: Arrays) -> JaxProduct:
     """The product of all rows with the first expert's matrix: the same FLOPs, and right if no other group has rows.
 
     For quantized operands it multiplies their values without the scales: as much work, but no result to check.
@@ -111,7 +111,9 @@ def dense(op: str, problem: GroupedGemmProblem, arrays: dict[str, Any]) -> JaxPr
         "dx": ("dy", "w", f"mn,{axes}->mk"),
         "dw": ("dy", "x", "mn,mk->nk") if axes == "nk" else ("x", "dy", "mk,mn->kn"),
     }[op]
-    values = {name: each.values if isinstance(each, QuantizedArray) else each for name, each in arrays.items()}
+    values = {
+        name: jnp.asarray(each.values) if isinstance(each, QuantizedArray) else each for name, each in arrays.items()
+    }
     operands = values | {"x": gathered_rows(problem, values), "w": values["w"][0]}
 
     def run(arrays):
@@ -129,7 +131,7 @@ def dense(op: str, problem: GroupedGemmProblem, arrays: dict[str, Any]) -> JaxPr
 def ragged_dot(
     op: str,
     problem: GroupedGemmProblem,
-    arrays: dict[str, Any],
+    arrays: Arrays,
     function: Callable = jax.lax.ragged_dot,
     variant: str = "",
 ) -> JaxProduct:
@@ -153,7 +155,7 @@ def ragged_dot(
     return JaxProduct(run, operands, problem.flops, num_bytes, finish, variant=variant)
 
 
-def in_bfloat16(op: str, problem: GroupedGemmProblem, arrays: dict[str, Any]) -> JaxProduct:
+def in_bfloat16(op: str, problem: GroupedGemmProblem, arrays: Arrays) -> JaxProduct:
     """jgg's product in bfloat16 of the dequantized operands, which bfloat16 can hold exactly."""
     plain = dataclasses.replace(problem, dtype=jnp.dtype("bfloat16"))
     floats = {name: each.dequantize("bfloat16") for name, each in arrays.items() if isinstance(each, QuantizedArray)}

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +16,8 @@ from jgg.core.quantized import E4M3
 from jgg.linear.fp8 import quantize_tokens, quantize_weights
 
 _DIRICHLET = 1 / 0.09
+type Arrays = dict[str, jax.Array]  # of products in FP8, x and w are QuantizedArrays
+
 _LAYERS = Path(__file__).parent / "layers.json"
 
 
@@ -70,7 +72,7 @@ def gemm(
     out_features,
     num_experts,
     topk=1,
-    dtype: Any = "bfloat16",
+    dtype="bfloat16",
     w_layout="enk",
     permute_x=False,
     permute_y=False,
@@ -152,7 +154,7 @@ def group_sizes(kind: str, num_rows: int, num_experts: int, seed: int = 0) -> np
     return rng.multinomial(num_rows, shares / shares.sum()).astype(np.int32)
 
 
-def operands(problem: GroupedGemmProblem, groups: str = "uneven", seed: int = 0) -> dict[str, Any]:
+def operands(problem: GroupedGemmProblem, groups: str = "uneven", seed: int = 0) -> Arrays:
     """Random x, w, dy, group_sizes and, where the problem has them, gather_indices, topk_weights and bias.
 
     For a problem in FP8, x and w are QuantizedArrays, and there is no dy. Their scales are powers of two, so that
@@ -163,12 +165,9 @@ def operands(problem: GroupedGemmProblem, groups: str = "uneven", seed: int = 0)
     dtype = problem.out_dtype if problem.is_quantized else problem.dtype
     x = normal(keys[0], problem.x_shape, dtype)
     w = normal(keys[1], problem.w_shape, dtype) * jnp.asarray(problem.in_features**-0.5, dtype)
-    arrays: dict[str, Any]
     if problem.is_quantized:
-        arrays = {
-            "x": quantize_tokens(x, power_of_2_scales=True),
-            "w": quantize_weights(w, power_of_2_scales=True),
-        }
+        quantized = {"x": quantize_tokens(x, power_of_2_scales=True), "w": quantize_weights(w, power_of_2_scales=True)}
+        arrays = cast(Arrays, quantized)
     else:
         arrays = {"x": x, "w": w, "dy": normal(keys[2], problem.y_shape, dtype)}
     arrays["group_sizes"] = jnp.asarray(group_sizes(groups, problem.num_rows, problem.num_experts, seed))
@@ -181,6 +180,6 @@ def operands(problem: GroupedGemmProblem, groups: str = "uneven", seed: int = 0)
     return arrays
 
 
-def gathered_rows(problem: GroupedGemmProblem, arrays: dict[str, Any]) -> Any:
+def gathered_rows(problem: GroupedGemmProblem, arrays: Arrays) -> jax.Array:
     """The rows of x in expert order, [M, K]."""
     return arrays["x"][arrays["gather_indices"] // problem.topk] if problem.permute_x else arrays["x"]
