@@ -44,7 +44,7 @@ class Frozen(nnx.Variable[Any]):
     """
 
 
-def sow(module: nnx.Module, values: Mapping[str, Any]) -> None:
+def sow(module: nnx.Module, values: Mapping[str, object]) -> None:
     """Sows intermediates of a module, each in a tuple of one, where `nnx.capture` collects them."""
     # where nobody captures, sow of Flax 0.12.10 and older would keep them in the module itself
     for name, value in values.items() if hasattr(module, "__captures__") else ():
@@ -291,16 +291,16 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | Quanti
     for name in names:
         stays = name in adapters and isinstance(layer._value(name), jax.Array)
         check(stays or name in params, f"params must have {', '.join(names)}, got none of the name {name!r}.")
-    placements: dict[str, Any] = {}
+    placements: dict[str, jax.sharding.Sharding | None] = {}
     for name, array in params.items():
         check(name in names, f"params must have {', '.join(names)} and nothing else, got {name!r} too.")
         value = layer._value(name)
         _check_kind(name, array, value)
         shape = list(value.shape)
         check(list(array.shape) == shape, f"{name} must have the layer's shape {shape}, got {list(array.shape)}.")
-        placements[name] = _placement(name, values_and_scales(value)[0], layer.sharding)
-        if isinstance(placements[name], jax.NamedSharding) and layer.sharding is not None:
-            layer.sharding.check_split(name, array, placements[name].spec)
+        placements[name] = placement = _placement(name, values_and_scales(value)[0], layer.sharding)
+        if isinstance(placement, jax.NamedSharding) and layer.sharding is not None:
+            layer.sharding.check_split(name, array, placement.spec)
     for name, array in params.items():
         variable, placement = getattr(layer, name), placements[name]
         if isinstance(array, QuantizedArray):

@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self, cast
 
 import jax
 import jax.export
@@ -152,8 +152,11 @@ class GroupedGemmProblem:
     def of_a_device(self, devices: dict[str, int]) -> Self:
         """One device's part; `devices` says how many split e, the experts, k, the in-features, n, the out-features."""
         names = {"num_experts": "e", "in_features": "k", "out_features": "n"}
-        part = {name: getattr(self, name) // devices.get(letter, 1) for name, letter in names.items()}
-        return dataclasses.replace(self, **part)
+        return self.with_sizes({name: getattr(self, name) // devices.get(letter, 1) for name, letter in names.items()})
+
+    def with_sizes(self, sizes: Mapping[str, int]) -> Self:
+        """The same problem with other sizes, by the names of the attributes."""
+        return dataclasses.replace(self, **cast(dict[str, Any], sizes))
 
     @property
     def flops(self) -> int:

@@ -8,7 +8,8 @@ which are rows of a device's last experts, are counted and add nothing.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -226,7 +227,7 @@ def _once_for_each_choice(
     return Arrival(exchange, exchange.there(x), routing, plan.overflow)
 
 
-BY_NAME: dict[str, Any] = dict(zip(EXCHANGES, (by_all_gather, by_ragged_all_to_all), strict=True))
+BY_NAME: dict[str, Callable[..., Arrival]] = dict(zip(EXCHANGES, (by_all_gather, by_ragged_all_to_all), strict=True))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

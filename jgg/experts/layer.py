@@ -187,7 +187,7 @@ class MoELayer(LayerOptions, InFeatures):
         """The shapes of the LoRA adapters by name, which are parameters beside those in `shapes`."""
         return self.lora.shapes(self.shapes)
 
-    def adapters(self, params: Mapping[str, Any]) -> dict[str, LowRank]:
+    def adapters(self, params: Mapping[str, jax.Array]) -> dict[str, LowRank]:
         """Returns the experts' LoRA adapters by the matrices that they are beside, as `jgg.hf.Adapter` has them.
 
         Args:
@@ -195,7 +195,7 @@ class MoELayer(LayerOptions, InFeatures):
         """
         return self.lora.of(dict(zip(OF_EXPERTS, OF_EXPERTS, strict=True))).terms(params)
 
-    def merge_adapters(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def merge_adapters(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """Returns params with each LoRA adapter merged into its matrix and its b zero: the same layer, up to rounding.
 
         Args:

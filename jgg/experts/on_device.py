@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -124,7 +123,7 @@ def _gathered(weights: ExpertWeights, dtype: DTypeLike, axis_name: str, specs: M
 
 
 def map_matrices(
-    function: Callable[[jax.Array, jax.P], Any], weights: ExpertWeights, specs: Mapping[str, jax.P]
+    function: Callable[[jax.Array, jax.P], object], weights: ExpertWeights, specs: Mapping[str, jax.P]
 ) -> ExpertWeights:
     """The weights with function(part, its PartitionSpec) in the place of each array of a Matrix."""
 

@@ -84,7 +84,7 @@ def _in_layout(w_layout: str, entry: Entry) -> Entry:
     return dataclasses.replace(entry, problem=dataclasses.replace(entry.problem, w_layout=w_layout), config=config)
 
 
-def _options(kind: type[KernelConfig], problem: GroupedGemmProblem) -> tuple[Any, ...]:
+def _options(kind: type[KernelConfig], problem: GroupedGemmProblem) -> tuple[object, ...]:
     """The options that an entry must share with a problem; precision matters to float32 alone, and dX has no bias."""
     precision = problem.precision if problem.dtype.itemsize == 4 else None
     return (

@@ -58,7 +58,7 @@ class Entry:
         """The product, problem and device, for which a file has one entry."""
         return self.op, self.problem, self.device
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """The entry as it is in a file."""
         problem = dataclasses.asdict(self.problem)
         named = {name: problem[name] for name in ("dtype", "out_dtype", "dw_dtype", "precision")}

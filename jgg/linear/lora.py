@@ -29,7 +29,7 @@ class Lora:
     targets: tuple[str, ...]
 
     @classmethod
-    def of_layer(cls, options: Any) -> Self:
+    def of_layer(cls, options: object) -> Self:
         """The options that the fields of a layer give."""
         return cls(*(getattr(options, f"lora_{field.name}") for field in dataclasses.fields(cls)))
 
@@ -44,7 +44,7 @@ class Lora:
         expected = f"a tuple of one or both of {known}" if len(known) == 2 else f"a tuple of some of {known}"
         check_instance("lora_targets", targets, tuple | list | str, expected)
         assert isinstance(targets, tuple | list | str)
-        names: tuple[Any, ...] = () if isinstance(targets, str) else tuple(targets)
+        names: tuple[str, ...] = () if isinstance(targets, str) else tuple(targets)
         is_choice = names and all(name in known and names.count(name) == 1 for name in names)
         check(is_choice, f"lora_targets must be {expected}, got {targets!r}.")
         for name, value in (("lora_rank", rank), ("lora_alpha", alpha)):
@@ -70,7 +70,9 @@ class Lora:
         alphas = zip(self.ranks.items(), self._of_each(self.alpha), strict=False)
         return {name: alpha / rank for (name, rank), alpha in alphas}
 
-    def _of_each(self, value: Any) -> tuple[Any, ...]:
+    def _of_each[Value: (int, float)](self, value: Value | tuple[Value, ...] | None) -> tuple[Value, ...]:
+        if value is None:
+            return ()
         return value if isinstance(value, tuple) else (value,) * len(self.targets)
 
     def of(self, names: Mapping[str, str]) -> Self:
@@ -92,18 +94,18 @@ class Lora:
                 shapes |= {a: (*experts, rows, rank), b: (*experts, rank, columns)}
         return shapes
 
-    def matrix(self, target: str, params: Mapping[str, Any]) -> Matrix:
+    def matrix(self, target: str, params: Mapping[str, jax.Array]) -> Matrix:
         """Dense weights of this name beside their term, if they have one; they keep their gradient."""
         matrix = Matrix(dense=params[target])
         own = self.of({target: target}).terms(params)
         return matrix._replace(factors=factors_of(own[target])) if own else matrix
 
-    def terms(self, params: Mapping[str, Any]) -> dict[str, LowRank]:
+    def terms(self, params: Mapping[str, jax.Array]) -> dict[str, LowRank]:
         """The terms by the names of the weights that they are beside."""
         pairs = {target: adapter_names(target) for target in self.ranks}
         return {target: LowRank(params[a], params[b], self.scales[target]) for target, (a, b) in pairs.items()}
 
-    def merge(self, params: Mapping[str, Any]) -> dict[str, Any]:
+    def merge(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The parameters with each term merged into its weights, [E, K, N] or [K, N], and its b zero."""
         merged = dict(params)
         for target, term in self.terms(params).items():

@@ -4,8 +4,6 @@ Newton-Schulz iterations consist of them: x @ x^T, and polynomials of it, are sy
 copied from the other.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike, DTypeLike
@@ -125,7 +123,7 @@ def _matrices(name: str, value: ArrayLike) -> jax.Array:
     return array
 
 
-def _check_like(name: str, array: jax.Array, shape: tuple[int, ...], like: str, dtype: Any = None) -> None:
+def _check_like(name: str, array: jax.Array, shape: tuple[int, ...], like: str, dtype: DTypeLike | None = None) -> None:
     check(array.shape == shape, f"{name} must have {like} shape {list(shape)}, got {list(array.shape)}.")
     if dtype is not None and array.dtype != dtype:
         raise TypeError(f"{name} must have the dtype of the other operand, {dtype}, got {array.dtype}.")

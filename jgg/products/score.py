@@ -1,7 +1,8 @@
 """The router's scores of all experts, and the weights of those that a token chose; no token's bits depend on others."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -70,7 +71,7 @@ class Weigh(NamedTuple):
     topk_indices: jax.Array
 
 
-def _weights_types(operands: Weigh, **_: Any) -> jax.Array:
+def _weights_types(operands: Weigh, **_: Hashable) -> jax.Array:
     return array_type(operands.topk_indices.shape, jnp.float32)
 
 

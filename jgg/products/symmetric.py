@@ -1,10 +1,12 @@
 """Products of pairs of matrices: symmetric ones, of which half is computed, and those with a symmetric matrix."""
 
 import string
-from typing import Any, NamedTuple
+from collections.abc import Hashable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import GroupBounds
@@ -40,7 +42,7 @@ class Apply(NamedTuple):
     x: jax.Array
 
 
-def _plain(operands: Symmetric, dtype: Any, precision: jax.lax.Precision) -> jax.Array:
+def _plain(operands: Symmetric, dtype: DTypeLike, precision: jax.lax.Precision) -> jax.Array:
     left, terms, right, add = operands
     right, size = left if right is None else right, left.shape[-2]
     product = jnp.einsum("...nk,...mk->...nm", left, right, precision=precision, preferred_element_type=jnp.float32)
@@ -55,7 +57,7 @@ def _plain(operands: Symmetric, dtype: Any, precision: jax.lax.Precision) -> jax
 def _launch(
     launcher: Launcher,
     operands: Symmetric,
-    dtype: Any,
+    dtype: DTypeLike,
     precision: jax.lax.Precision,
     config: KernelConfigForward | None = None,
 ) -> jax.Array:
@@ -73,7 +75,7 @@ def _one_axis(matrices: jax.Array) -> jax.Array:
 
 
 def _problem(
-    rows: jax.Array, columns: int, dtype: Any, precision: jax.lax.Precision, w_layout: str = "enk"
+    rows: jax.Array, columns: int, dtype: DTypeLike, precision: jax.lax.Precision, w_layout: str = "enk"
 ) -> GroupedGemmProblem:
     """The product of each group's rows [G, N, K] and its own matrix, as a grouped GEMM of groups of N rows."""
     num_groups, size, reduced = rows.shape
@@ -91,13 +93,13 @@ def _problem(
     )
 
 
-def _apply_plain(operands: Apply, dtype: Any, precision: jax.lax.Precision) -> jax.Array:
+def _apply_plain(operands: Apply, dtype: DTypeLike, precision: jax.lax.Precision) -> jax.Array:
     product = jnp.matmul(operands.p, operands.x, precision=precision, preferred_element_type=dtype)
     # XLA for CPUs moves a transpose of the result into the product, and then has none of bfloat16 in float32
     return barrier(product) if dtype != operands.p.dtype else product
 
 
-def _apply_launch(launcher: Launcher, operands: Apply, dtype: Any, precision: jax.lax.Precision) -> jax.Array:
+def _apply_launch(launcher: Launcher, operands: Apply, dtype: DTypeLike, precision: jax.lax.Precision) -> jax.Array:
     p, x = map(_one_axis, operands)
     num_groups, rows, size = p.shape
     starts = jnp.arange(num_groups, dtype=jnp.int32) * rows
@@ -112,12 +114,12 @@ def _leading(matrices: jax.Array) -> str:
     return string.ascii_lowercase[: matrices.ndim - 2]
 
 
-def _letters(operands: Symmetric, **_: Any) -> Letters:
+def _letters(operands: Symmetric, **_: Hashable) -> Letters:
     matrices = _leading(operands.left) + 2 * WHOLE
     return Letters(dict.fromkeys(("left", "right", "add"), matrices) | {"terms": WHOLE}, (matrices,), ("",))
 
 
-def _letters_of_apply(operands: Apply, **_: Any) -> Letters:
+def _letters_of_apply(operands: Apply, **_: Hashable) -> Letters:
     leading = _leading(operands.x)
     return Letters({"p": f"{leading}n{WHOLE}", "x": f"{leading}{WHOLE}k"}, (f"{leading}nk",), ("",))
 

@@ -26,7 +26,7 @@ class Unpack(NamedTuple):
     scales: jax.Array | Any
 
 
-def _result_types(operands: Unpack, dtype: np.dtype) -> Any:
+def _result_types(operands: Unpack, dtype: np.dtype) -> jax.Array:
     return array_type(QuantizedArray(*operands).shape, dtype)
 
 

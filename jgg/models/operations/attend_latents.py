@@ -1,7 +1,7 @@
 """Attention of one new token of each sequence to a cache of latents, which are the keys and the values of all heads."""
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ class AttendLatents(NamedTuple):
     positions: jax.Array
 
 
-def _result_types(operands: AttendLatents, scale: float, rank: int) -> Any:
+def _result_types(operands: AttendLatents, scale: float, rank: int) -> jax.Array:
     return array_type((*operands.q.shape[:2], rank), operands.q.dtype)
 
 

@@ -1,7 +1,8 @@
 """The rotary embedding of queries and keys, after the norm of each head where there is one, and its derivative."""
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Hashable, Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -89,7 +90,9 @@ def _plain(operands: Rotary, head_features: int, epsilon: float) -> Rotated:
     return Rotated(one(q, q_scale), one(k, k_scale))
 
 
-def _constants(q: jax.Array, k: jax.Array, cos: jax.Array, head_features: int, epsilon: float) -> dict[str, Any]:
+def _constants(
+    q: jax.Array, k: jax.Array, cos: jax.Array, head_features: int, epsilon: float
+) -> dict[str, int | float]:
     pairs = cos.shape[1]
     block_pairs = power_of_2(pairs)
     return {
@@ -104,13 +107,14 @@ def _constants(q: jax.Array, k: jax.Array, cos: jax.Array, head_features: int, e
     }
 
 
-def _blocks(num_tokens: int, constants: dict[str, Any]) -> tuple[int, int]:
+def _blocks(num_tokens: int, constants: Mapping[str, int | float]) -> tuple[int, int]:
     """The blocks of rows of queries and of keys."""
     heads = constants["HEADS_Q"], constants["HEADS_K"]
-    return tuple(math.ceil(num_tokens * count / constants["BLOCK_ROWS"]) for count in heads)
+    of_q, of_k = (math.ceil(num_tokens * count / constants["BLOCK_ROWS"]) for count in heads)
+    return of_q, of_k
 
 
-def _fits(num_tokens: int, constants: dict[str, Any]) -> bool:
+def _fits(num_tokens: int, constants: Mapping[str, int | float]) -> bool:
     is_small = num_tokens * max(constants["HEADS_Q"], constants["HEADS_K"]) <= MAX_ROWS
     return is_small and constants["BLOCK_ROWS"] * constants["BLOCK_REST"] <= 4 * _BLOCK and constants["PAIRS"] <= _BLOCK
 
@@ -135,7 +139,7 @@ def _launch(launcher: Launcher, operands: Rotary, head_features: int, epsilon: f
     return Rotated(results["rotated_q"], results["rotated_k"])
 
 
-def _merge_batch(how: How, operands: Rotary, batched: Rotary, **parameters: Any) -> Rotated | None:
+def _merge_batch(how: How, operands: Rotary, batched: Rotary, **parameters: Hashable) -> Rotated | None:
     is_angle_batched = batched.cos or batched.sin
     one_each = operands.cos.shape[-2] == operands.q.shape[-2]
     if batched.q_scale or batched.k_scale or (is_angle_batched and not one_each):

@@ -1,6 +1,7 @@
 """What the launches of the two kernels for Hopper share; each of their programs runs on a cluster of two CTAs."""
 
 import math
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -9,7 +10,7 @@ from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.schedule import tile_schedule
 from jgg.launching.kernel_configs import KernelConfig
-from jgg.launching.launch import Launch, Tma, halves, matrices, matrix
+from jgg.launching.launch import Constant, Launch, Tma, halves, matrices, matrix
 from jgg.products.launches.activations import Hidden, activation_constants
 from jgg.products.launches.operands import RowProduct, row_operands
 
@@ -34,15 +35,15 @@ class Blocks(NamedTuple):
 def launch_of_rows(
     target: Target,
     product: RowProduct,
-    left: Any,
-    right: Any,
+    left: jax.Array,
+    right: jax.Array,
     blocks: Blocks,
     hidden: Hidden | None,
     *,
-    operands: dict[str, Any],
+    operands: Mapping[str, jax.Array | int | None],
     results: dict[str, Tma],
-    outputs: dict[str, jax.ShapeDtypeStruct],
-    constants: dict[str, Any],
+    outputs: Mapping[str, jax.ShapeDtypeStruct | jax.Array],
+    constants: Mapping[str, Constant],
 ) -> Launch:
     """The launch of a kernel that multiplies the rows of `left` by the matrices of `right`.
 

@@ -2,7 +2,8 @@
 
 import dataclasses
 import math
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -129,7 +130,7 @@ def _launch_of_rows(
     rows: _Operand,
     w: _Operand,
     *,
-    operands: dict[str, Any],
+    operands: Mapping[str, jax.Array | int | None],
     outputs: dict[str, jax.ShapeDtypeStruct],
     constants: dict[str, int],
 ) -> Launch:

@@ -1,7 +1,7 @@
 """Launches the warp-specialized kernel, `kernels.hopper`, for forward, dX and dW."""
 
 import math
-from typing import Any
+from collections.abc import Iterable
 
 import jax
 
@@ -153,6 +153,6 @@ def _dw_tma(columns: int, width: int, is_transposed: bool) -> Tma:
     return bounded_rows(columns, block, cta_axis=3 if is_transposed else 2)
 
 
-def _absent(outputs: Any) -> dict[str, None]:
+def _absent(outputs: Iterable[str]) -> dict[str, None]:
     """None for each result that the kernel is not to write, as operands."""
     return dict.fromkeys({"y", "hidden"} - set(outputs))

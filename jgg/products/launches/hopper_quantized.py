@@ -1,12 +1,12 @@
 """Launches the warp-specialized kernel for FP8 operands, `kernels.hopper_fp8`."""
 
 import math
-from typing import Any
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
 
-from jgg.core.quantized import BLOCK, Format, QuantizedArray
+from jgg.core.quantized import BLOCK, Format, values_and_scales
 from jgg.core.schedule import between_groups
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch, bounded_rows
@@ -52,24 +52,29 @@ def _product_type(product: RowProduct) -> jax.Array:
     return array_type((problem.num_rows, problem.out_features), problem.out_dtype)
 
 
-def _launch_of_rows(launcher: Launcher, product: RowProduct, outputs: dict[str, Any], hidden: Hidden | None) -> Launch:
-    x, w = product.rows, product.w
-    assert isinstance(x, QuantizedArray) and isinstance(w, QuantizedArray)
+def _launch_of_rows(
+    launcher: Launcher, product: RowProduct, outputs: Mapping[str, jax.Array], hidden: Hidden | None
+) -> Launch:
+    (left, left_scales), (right, right_scales) = values_and_scales(product.rows), values_and_scales(product.w)
     checked_tile(product.problem, product.config)
     stored_as = hidden and hidden.stored_as
     return launch_of_rows(
         launcher.target,
         product,
-        x.values,
-        w.values,
+        left,
+        right,
         _BLOCKS,
         hidden,
-        operands={"left_scales": x.scales, "right_scales": w.scales, **dict.fromkeys(_RESULTS - outputs.keys())},
+        operands={
+            "left_scales": left_scales,
+            "right_scales": right_scales,
+            **dict.fromkeys(_RESULTS - outputs.keys()),
+        },
         results={
             key: bounded_rows(math.prod(output.shape[1:]), (TILE_ROWS, BLOCK), cta_axis=2)
             for key, output in outputs.items()
             if not key.endswith("_scales")
         },
         outputs=outputs,
-        constants={"RIGHT_SCALES": w.scales.shape[1], **quantizing_constants(stored_as or Format())},
+        constants={"RIGHT_SCALES": right_scales.shape[1], **quantizing_constants(stored_as or Format())},
     )

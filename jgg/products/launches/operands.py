@@ -1,7 +1,7 @@
 """What the launches of the multiplying kernels are given: a product of rows and matrices, or of rows and rows."""
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -70,10 +70,10 @@ class RowProduct:
 
     def of_columns(self, columns: range) -> "RowProduct":
         """The product of a range of w's columns, without the rows of no group."""
-        features: Any = {"out_features" if self.is_forward else "in_features": len(columns)}
+        name = "out_features" if self.is_forward else "in_features"
         return dataclasses.replace(
             self,
-            problem=dataclasses.replace(self.problem, **features),
+            problem=self.problem.with_sizes({name: len(columns)}),
             bias=None if self.bias is None else self.bias[:, columns.start : columns.stop],
             part=Part(columns.start, zeroes=False),
         )
@@ -112,7 +112,7 @@ class OuterProduct:
 
 def row_operands(
     problem: GroupedGemmProblem, part: Part, bounds: GroupBounds, schedule: TileSchedule | None = None
-) -> dict[str, Any]:
+) -> dict[str, jax.Array | int | None]:
     """The operands that tell a kernel its tiles and which rows and columns to write."""
     return {
         **tile_operands(bounds, schedule),

@@ -3,16 +3,16 @@
 A matrix or bias may also have an axis in front, as that of one group has.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jgg.core.problem import GroupedGemmProblem
+from jgg.products.low_rank import LowRankTerm
 
 
 def forward(
-    problem: GroupedGemmProblem, x: jax.Array, w: jax.Array, low_rank: Any, bias: jax.Array | None
+    problem: GroupedGemmProblem, x: jax.Array, w: jax.Array, low_rank: LowRankTerm | None, bias: jax.Array | None
 ) -> jax.Array:
     """`x @ w`, plus a low-rank term's rows times its matrix, plus the bias; each is rounded to `problem.out_dtype`."""
     y = _multiply(problem, x, w)
@@ -21,7 +21,7 @@ def forward(
     return y if bias is None else y + jnp.broadcast_to(bias.reshape(-1).astype(y.dtype), y.shape)
 
 
-def dx(problem: GroupedGemmProblem, dy: jax.Array, w: jax.Array, low_rank: Any) -> jax.Array:
+def dx(problem: GroupedGemmProblem, dy: jax.Array, w: jax.Array, low_rank: LowRankTerm | None) -> jax.Array:
     """`dy @ w^T`, plus a low-rank term's rows times its matrix transposed, in `problem.dtype`."""
     w_features = 1 if problem.w_layout == "ekn" else 0
     product = _dot(problem, dy, w, dy.ndim - 1, w_features)
@@ -51,7 +51,7 @@ def _multiply(problem: GroupedGemmProblem, x: jax.Array, w: jax.Array) -> jax.Ar
 
 
 def _dot(
-    problem: GroupedGemmProblem, rows: jax.Array, w: jax.Array, axis: int, w_axis: int, dtype: Any = None
+    problem: GroupedGemmProblem, rows: jax.Array, w: jax.Array, axis: int, w_axis: int, dtype: np.dtype | None = None
 ) -> jax.Array:
     dtype = problem.dtype if dtype is None else dtype
     wider = dtype if dtype != problem.dtype else None
