@@ -13,7 +13,6 @@ from jgg.experts.layer import MoELayer, dense_init, expert_init
 from jgg.experts.layer_options import LayerOptions, check_layer
 from jgg.experts.sharding import MoESharding
 from jgg.linear.fp8 import Fp8
-from jgg.linear.lora import adapter_init
 
 
 class MoE(nn.Module, LayerOptions):
@@ -60,19 +59,9 @@ class MoE(nn.Module, LayerOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_layer(
-            MoELayer.of(self, in_features=1),
-            sharding=self.sharding,
-            precision=self.precision,
-            quantization=self.quantization,
-            implementation=self.implementation,
-            dtype=self.dtype,
-            param_dtype=self.param_dtype,
-            lora_param_dtype=self.lora_param_dtype,
-            kernel_init=self.kernel_init,
-            router_init=self.router_init,
-            bias_init=self.bias_init,
-        )
+        dtypes = {"param_dtype": self.param_dtype, "lora_param_dtype": self.lora_param_dtype}
+        inits = {name: getattr(self, name) for name in ("kernel_init", "router_init", "bias_init")}
+        check_layer(MoELayer.of(self, in_features=1), self, dtypes, inits)
 
     @nn.compact
     def __call__(
@@ -99,19 +88,15 @@ class MoE(nn.Module, LayerOptions):
           topk_indices, mask, router_x, adapters: as in `jgg.nnx.MoE`.
         """
         uses_adapters, layer = as_flag("adapters", adapters), MoELayer.of(self, x.shape[-1])
+        inits = layer.initializers(self.kernel_init, self.router_init, self.bias_init, self.sharding)
         params: dict[str, jax.Array | QuantizedArray] = {}
         for name, shape in layer.shapes.items():
-            init = self.kernel_init if len(shape) == 3 else self.router_init
-            init = self.bias_init if name.startswith("b_") else init
-            init = nn.initializers.ones if name == "scale_router" else init
-            init = init if self.sharding is None else self.sharding.split_init(init, name)
             packed = self._packed(name, shape)
-            params[name] = self.param(name, init, shape, self.param_dtype) if packed is None else packed
-        of_adapters: dict[str, jax.Array | QuantizedArray] = {}
-        for name, shape in layer.adapter_shapes.items():
-            init = adapter_init(name, shape)
-            init = init if self.sharding is None else self.sharding.split_init(init, name)
-            of_adapters[name] = self.param(name, init, shape, self.lora_param_dtype)
+            params[name] = self.param(name, inits[name], shape, self.param_dtype) if packed is None else packed
+        of_adapters: dict[str, jax.Array | QuantizedArray] = {
+            name: self.param(name, inits[name], shape, self.lora_param_dtype)
+            for name, shape in layer.adapter_shapes.items()
+        }
         selection_bias = None
         if layer.use_selection_bias:
             shape = (layer.num_experts,)

@@ -20,7 +20,6 @@ from jgg.experts.layer import MoELayer, dense_init, expert_init
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_layer
 from jgg.experts.sharding import MoESharding
 from jgg.linear.fp8 import Fp8
-from jgg.linear.lora import adapter_init
 from jgg.linear.low_rank import LowRank
 
 
@@ -133,31 +132,16 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         layer = self.layer
-        check_layer(
-            layer,
-            sharding=self.sharding,
-            precision=self.precision,
-            quantization=self.quantization,
-            implementation=self.implementation,
-            dtype=self.dtype,
-            param_dtype=param_dtype,
-            lora_param_dtype=lora_param_dtype,
-            kernel_init=kernel_init,
-            router_init=router_init,
-            bias_init=bias_init,
-        )
+        inits = {"kernel_init": kernel_init, "router_init": router_init, "bias_init": bias_init}
+        check_layer(layer, self, {"param_dtype": param_dtype, "lora_param_dtype": lora_param_dtype}, inits)
         for name, option in vars(layer).items():  # as plain numbers, where an array was given for one
             setattr(self, name, option)
+        by_name = layer.initializers(kernel_init, router_init, bias_init, self.sharding)
         for name, shape in layer.shapes.items():
-            init = bias_init if name.startswith("b_") else kernel_init if len(shape) == 3 else router_init
-            init = nnx.initializers.ones if name == "scale_router" else init
-            init = init if self.sharding is None else self.sharding.split_init(init, name)
             metadata = (kernel_metadata or {}) if len(shape) == 3 else {}
-            setattr(self, name, nnx.Param(init(rngs.params(), shape, param_dtype), **metadata))
+            setattr(self, name, nnx.Param(by_name[name](rngs.params(), shape, param_dtype), **metadata))
         for name, shape in layer.adapter_shapes.items():
-            init = adapter_init(name, shape)
-            init = init if self.sharding is None else self.sharding.split_init(init, name)
-            setattr(self, name, nnx.LoRAParam(init(rngs.params(), shape, lora_param_dtype)))
+            setattr(self, name, nnx.LoRAParam(by_name[name](rngs.params(), shape, lora_param_dtype)))
         if self.use_selection_bias:
             init = nnx.initializers.zeros
             init = init if self.sharding is None else self.sharding.split_init(init, "selection_bias")

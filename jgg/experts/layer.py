@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+from jax.nn.initializers import Initializer
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.activations import find_activation
@@ -39,7 +40,7 @@ from jgg.launching.choice import How
 from jgg.linear.activated import activated
 from jgg.linear.dense import dense
 from jgg.linear.fp8 import Fp8
-from jgg.linear.lora import Lora
+from jgg.linear.lora import Lora, adapter_init
 from jgg.linear.low_rank import LowRank, beside
 from jgg.linear.weights import as_matrix
 from jgg.products.add_gated import ADD_GATED, AddGated
@@ -186,6 +187,21 @@ class MoELayer(LayerOptions, InFeatures):
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
         """The shapes of the LoRA adapters by name, which are parameters beside those in `shapes`."""
         return self.lora.shapes(self.shapes)
+
+    def initializers(
+        self,
+        kernel_init: Initializer,
+        router_init: Initializer,
+        bias_init: Initializer,
+        sharding: MoESharding | None,
+    ) -> dict[str, Initializer]:
+        """The initializers of parameters and adapters by name; with a sharding they create what is split."""
+        inits: dict[str, Initializer] = {"scale_router": jax.nn.initializers.ones}
+        for name, shape in self.shapes.items():
+            init = bias_init if name.startswith("b_") else kernel_init if len(shape) == 3 else router_init
+            inits.setdefault(name, init)
+        inits |= {name: adapter_init(name, shape) for name, shape in self.adapter_shapes.items()}
+        return inits if sharding is None else {name: sharding.split_init(init, name) for name, init in inits.items()}
 
     def adapters(self, params: Mapping[str, jax.Array]) -> dict[str, LowRank]:
         """Returns the experts' LoRA adapters by the matrices that they are beside, as `jgg.hf.Adapter` has them.

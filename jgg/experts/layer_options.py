@@ -5,7 +5,8 @@ because the frameworks' dataclasses are not, and a dataclass that is not frozen 
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Protocol
 
 import jax
 from jax.nn.initializers import Initializer
@@ -85,35 +86,33 @@ class LayerOptions:
     lora_targets: tuple[str, ...] = OF_EXPERTS
 
 
+class _OfFramework(Protocol):
+    """What every framework's layer has."""
+
+    dtype: DTypeLike | None
+    precision: jax.lax.PrecisionLike
+    quantization: Fp8 | None
+    sharding: MoESharding | None
+    implementation: str | None
+
+
 def check_layer(
     options: LayerOptions,
-    *,
-    sharding: MoESharding | None,
-    precision: jax.lax.PrecisionLike,
-    quantization: Fp8 | None,
-    implementation: str | None,
-    dtype: DTypeLike | None,
-    param_dtype: DTypeLike,
-    lora_param_dtype: DTypeLike,
-    kernel_init: Initializer,
-    router_init: Initializer,
-    bias_init: Initializer,
+    layer: _OfFramework,
+    param_dtypes: Mapping[str, DTypeLike],
+    initializers: Mapping[str, Initializer],
 ) -> None:
-    """Raises where a framework's layer has an option that `MoELayer.apply` or its parameters would not take.
-
-    Args:
-      dtype: dtype of the computation, or None.
-    """
-    as_precision(precision)
-    check_quantization(quantization)
-    check_implementation(implementation)
-    if dtype is not None:
-        as_dtype("dtype", dtype, DTYPES)
-    as_dtype("param_dtype", param_dtype)
-    as_dtype("lora_param_dtype", lora_param_dtype)
-    for name, init in (("kernel_init", kernel_init), ("router_init", router_init), ("bias_init", bias_init)):
+    """Raises where a framework's layer has an option that `MoELayer.apply` or its parameters would not take."""
+    as_precision(layer.precision)
+    check_quantization(layer.quantization)
+    check_implementation(layer.implementation)
+    if layer.dtype is not None:
+        as_dtype("dtype", layer.dtype, DTYPES)
+    for name, dtype in param_dtypes.items():
+        as_dtype(name, dtype)
+    for name, init in initializers.items():
         check_instance(name, init, Callable, "a function")
-    check_sharding(options, sharding)
+    check_sharding(options, layer.sharding)
 
 
 def check_sharding(options: LayerOptions, sharding: MoESharding | None) -> None:
