@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from collections.abc import Mapping
 from dataclasses import InitVar
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -116,7 +116,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
     kernel_init: InitVar[Initializer] = expert_init
     router_init: InitVar[Initializer] = dense_init
     bias_init: InitVar[Initializer] = nnx.initializers.zeros
-    kernel_metadata: InitVar[Mapping[str, Any] | None] = None
+    kernel_metadata: InitVar[Mapping[str, object] | None] = None
     sharding: MoESharding | None = None
     implementation: str | None = None
     rngs: InitVar[nnx.Rngs]
@@ -128,7 +128,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         kernel_init: Initializer,
         router_init: Initializer,
         bias_init: Initializer,
-        kernel_metadata: Mapping[str, Any] | None,
+        kernel_metadata: Mapping[str, object] | None,
         rngs: nnx.Rngs,
     ) -> None:
         layer = self.layer
@@ -138,7 +138,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
             setattr(self, name, option)
         by_name = layer.initializers(kernel_init, router_init, bias_init, self.sharding)
         for name, shape in layer.shapes.items():
-            metadata = (kernel_metadata or {}) if len(shape) == 3 else {}
+            metadata = cast(dict[str, Any], kernel_metadata or {}) if len(shape) == 3 else {}
             setattr(self, name, nnx.Param(by_name[name](rngs.params(), shape, param_dtype), **metadata))
         for name, shape in layer.adapter_shapes.items():
             setattr(self, name, nnx.LoRAParam(by_name[name](rngs.params(), shape, lora_param_dtype)))

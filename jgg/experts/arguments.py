@@ -103,17 +103,8 @@ class MlpOptions:
         check_one_of("w_layout", w_layout, W_LAYOUTS)
         check_implementation(implementation)
         names = ResidualNames(**as_names("residual_names", residual_names, ResidualNames()._asdict()))
-        return cls(
-            activation,
-            interleaved,
-            w_layout,
-            as_precision(precision),
-            quantization,
-            implementation,
-            names,
-            spare_sms,
-            expected_rows,
-        )
+        computed = w_layout, as_precision(precision), quantization, implementation
+        return cls(activation, interleaved, *computed, names, spare_sms, expected_rows)
 
 
 def expert_weights(

@@ -48,27 +48,34 @@ def _restored(mlp: MoeMlp, operands: Operands, dy: jax.Array) -> tuple[Operands,
 
 
 def _activation_backward(
-    mlp: MoeMlp, operands: Operands, kept: Kept, dy: Rows
+    mlp: MoeMlp, operands: Operands, routes: Routes, weights: jax.Array, kept: Kept, dy: Rows
 ) -> tuple[ActivationGradients, jax.Array | None]:
     """The gradient of the pre-activation, hidden features, and the sums that the router's gradient is made of.
 
     With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept. Also
     returns the rows dy @ b of w_down's factors, or None.
     """
-    routes, down = mlp.routes(operands), operands.down.of_transposed_layer
+    down = operands.down.of_transposed_layer
     if operands.exchange is not None:
         dy, down = beside_quantization(mlp.transposed_down, dy, down)
     z, d_rows = layer.forward(mlp.transposed_down, dy, down, routes)
     stored_as = mlp.transposed_down.row_format
     in_group = between_groups(routes.bounds, mlp.up.problem.num_rows) if stored_as is None else None
-    activated = ActivateBackward(kept.pre_activation, z, mlp.row_weights(operands), in_group)
+    activated = ActivateBackward(kept.pre_activation, z, weights, in_group)
     hidden = Hidden(mlp.activation, mlp.interleaved, stored_as=stored_as)
     gradients = ACTIVATE_BACKWARD(mlp.how, activated, hidden=hidden, scale_hidden=operands.scales_hidden)
     return gradients, d_rows
 
 
 def _factors_of_down(
-    mlp: MoeMlp, operands: Operands, kept: Kept, d_rows: jax.Array | None, hidden: jax.Array, dy: Rows
+    mlp: MoeMlp,
+    operands: Operands,
+    routes: Routes,
+    weights: jax.Array,
+    kept: Kept,
+    d_rows: jax.Array | None,
+    hidden: jax.Array,
+    dy: Rows,
 ) -> Factors | None:
     """The gradients of w_down's factors, by the transposed layer, whose x is dy, in token order.
 
@@ -78,23 +85,20 @@ def _factors_of_down(
     """
     if kept.rows_down is None or d_rows is None:
         return None
-    weights = mlp.row_weights(operands)[:, None]
 
     def scaled(rows: jax.Array) -> jax.Array:
-        return (weights * rows.astype(jnp.float32)).astype(rows.dtype)
+        return (weights[:, None] * rows.astype(jnp.float32)).astype(rows.dtype)
 
     d_rows = d_rows if operands.scales_hidden else scaled(d_rows)
-    matrix, routes = operands.down.of_transposed_layer, mlp.routes(operands)
-    rows = scaled(kept.rows_down)
+    matrix, rows = operands.down.of_transposed_layer, scaled(kept.rows_down)
     d_factors = layer.factor_gradients(mlp.transposed_down, dy, hidden, matrix, routes, d_rows, rows)
     return Matrix(factors=d_factors).of_transposed_layer.factors
 
 
 def _down_backward(
-    mlp: MoeMlp, operands: Operands, hidden: jax.Array, dy: Rows
+    mlp: MoeMlp, b_down: jax.Array | None, routes: Routes, weights: jax.Array, hidden: jax.Array, dy: Rows
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | float]:
     """dw_down, db_down if there is a b_down, and what b_down adds to the sums of the router's gradient."""
-    routes, b_down = mlp.routes(operands), operands.b_down
     hidden, dy = barrier((hidden, dy))  # rows of dy are copied when z is no longer needed
     if b_down is None:
         return layer.weight_gradient(mlp.transposed_down, dy, hidden, routes), None, 0.0
@@ -103,8 +107,9 @@ def _down_backward(
         dy_rows = dense_rows(mlp.how, dy, dtype)
     else:
         at = plain.x_rows(mlp.up.problem, routes.gather_indices)
+        assert at is not None
         dy_rows = COMBINE(mlp.how, Combine(dy, at), topk=1, dtype=dtype)
-    bounds, weights = routes.bounds, mlp.row_weights(operands)
+    bounds = routes.bounds
     dw_down = layer.weight_gradient(mlp.weighted_down, hidden, dy_rows, Routes(bounds, topk_weights=weights))
     db_down = DBIAS(mlp.how, Dbias(dy_rows, bounds, topk_weights=weights), problem=mlp.weighted_down.problem)
     return dw_down, db_down.astype(b_down.dtype), bias_row_sums(mlp.down.problem, dy_rows, b_down, bounds, None)
@@ -116,12 +121,14 @@ def compute_gradients(mlp: MoeMlp, residuals: tuple[Operands, Kept], dy: jax.Arr
     operands, kept = residuals
     operands, dy = _restored(mlp, operands, dy)
     x, b_gate_up, topk_weights, routes = operands.x, operands.b_gate_up, operands.topk_weights, mlp.routes(operands)
+    weights = plain.row_scales(mlp.up.problem, routes.bounds, routes.gather_indices, topk_weights)
+    assert weights is not None
 
     dy, exchange = dy.astype(mlp.up.problem.dtype), operands.exchange
     dy_rows = dy if exchange is None else sent(mlp.transposed_down, dy, exchange)
-    gradients, d_rows_down = _activation_backward(mlp, operands, kept, dy_rows)
-    d_factors_down = _factors_of_down(mlp, operands, kept, d_rows_down, gradients.hidden, dy_rows)
-    dw_down, db_down, sums = _down_backward(mlp, operands, gradients.hidden, dy_rows)
+    gradients, d_rows_down = _activation_backward(mlp, operands, routes, weights, kept, dy_rows)
+    d_factors_down = _factors_of_down(mlp, operands, routes, weights, kept, d_rows_down, gradients.hidden, dy_rows)
+    dw_down, db_down, sums = _down_backward(mlp, operands.b_down, routes, weights, gradients.hidden, dy_rows)
     d_weights = gradients.row_sums + sums
     # runs one product after the other, the largest last, when memory that only the others need is free again
     d_pre_activation, quantized, dw_down = barrier((gradients.d_pre_activation, gradients.quantized, dw_down))

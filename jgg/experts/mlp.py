@@ -9,13 +9,12 @@ import numpy as np
 from jgg.core.activations import Activation
 from jgg.core.matrix import Matrix
 from jgg.core.problem import GroupedGemmProblem, check_num_rows
-from jgg.core.schedule import GroupBounds, group_bounds
+from jgg.core.schedule import group_bounds
 from jgg.experts.arguments import ExpertWeights, MlpOptions, ResidualNames
 from jgg.experts.exchange import Exchange
 from jgg.experts.router.routing import Routing
 from jgg.launching.choice import How, how_of
 from jgg.linear.linear import Linear, Routes, Rows
-from jgg.products.plain import rows as plain
 
 
 class Operands(NamedTuple):
@@ -111,17 +110,9 @@ class MoeMlp:
         """`up`, computed while `spare_sms` multiprocessors stay idle."""
         return dataclasses.replace(self.up, how=self.how.sparing(self.spare_sms))
 
-    def bounds(self, operands: Operands) -> GroupBounds:
-        """The rows of each expert."""
-        return group_bounds(operands.group_sizes, self.up.problem.num_rows)
-
     def routes(self, operands: Operands) -> Routes:
         """The routes of rows that are not scaled."""
-        return Routes(self.bounds(operands), operands.gather_indices)
-
-    def row_weights(self, operands: Operands) -> jax.Array:
-        """The routing's weight of each row, float32 [M]."""
-        return plain.row_scales(self.up.problem, self.bounds(operands), operands.gather_indices, operands.topk_weights)
+        return Routes(group_bounds(operands.group_sizes, self.up.problem.num_rows), operands.gather_indices)
 
 
 def _problems(
