@@ -139,6 +139,30 @@ class GroupedGemmProblem:
         )
 
     @property
+    def weighted(self) -> Self:
+        """The same problem with rows that are scaled by topk_weights."""
+        return dataclasses.replace(self, has_topk_weights=True)
+
+    @property
+    def unweighted(self) -> Self:
+        """The same problem with rows that are not scaled."""
+        return dataclasses.replace(self, has_topk_weights=False)
+
+    def read_as(self, other: Self) -> Self:
+        """The same problem with x in the order, and of the tokens, that the other has its x."""
+        return dataclasses.replace(self, permute_x=other.permute_x, num_tokens=other.num_tokens)
+
+    def combined_as(self, other: Self) -> Self:
+        """The same problem with y as the other has its x: if that is [T, K], each token's rows are added up."""
+        return dataclasses.replace(self, combine_y=other.permute_x, num_tokens=other.num_tokens)
+
+    def repeated(self, count: int, groups: int = 1) -> Self:
+        """So many problems like this as one, in which each expert is as many groups as `groups` says."""
+        expected = None if self.expected_rows is None else count * self.expected_rows
+        rows, experts = count * self.num_rows, groups * self.num_experts
+        return dataclasses.replace(self, num_rows=rows, num_experts=experts, expected_rows=expected, is_dense=False)
+
+    @property
     def rows_are_aligned(self) -> bool:
         """Whether rows of K and of N elements are multiples of 16 bytes, as TMA and wide loads need."""
         return all(size * self.dtype.itemsize % 16 == 0 for size in (self.in_features, self.out_features))

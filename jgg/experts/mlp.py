@@ -87,22 +87,17 @@ class MoeMlp:
     @property
     def combined_down(self) -> Linear:
         """The layer from hidden features to y [T, H]: `down` with a token's rows scaled and added up."""
-        of_up = self.up.problem
-        problem = dataclasses.replace(
-            self.down.problem, has_topk_weights=True, combine_y=of_up.permute_x, num_tokens=of_up.num_tokens
-        )
-        return dataclasses.replace(self.down, problem=problem)
+        return dataclasses.replace(self.down, problem=self.down.problem.weighted.combined_as(self.up.problem))
 
     @property
     def weighted_down(self) -> Linear:
         """`down` for a dW whose rows are scaled."""
-        return dataclasses.replace(self.down, problem=dataclasses.replace(self.down.problem, has_topk_weights=True))
+        return dataclasses.replace(self.down, problem=self.down.problem.weighted)
 
     @property
     def transposed_down(self) -> Linear:
         """The layer from dy, in the order of x, to z = dy @ down^T in expert order: it computes dX of `down`."""
-        up = self.up.problem
-        problem = dataclasses.replace(self.down.problem.transposed, permute_x=up.permute_x, num_tokens=up.num_tokens)
+        problem = self.down.problem.transposed.read_as(self.up.problem)
         return dataclasses.replace(self.down, problem=problem, rows_are_gradients=True)
 
     @property

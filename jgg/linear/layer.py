@@ -9,7 +9,6 @@ The matrix of a dense layer is [K, N], or [N, K], and so is its gradient; its bi
 so that a backward pass keeps the matrix as it was given and no copy of it.
 """
 
-import dataclasses
 import functools
 
 import jax
@@ -108,7 +107,7 @@ def forward(
 
 def rows_of_a(linear: Linear, x: Rows, a: jax.Array, routes: Routes) -> jax.Array:
     """Computes the rows x @ a [M, r], in expert order."""
-    problem = dataclasses.replace(linear.problem_of_a(a), has_topk_weights=False)
+    problem = linear.problem_of_a(a).unweighted
     indices = routes.gather_indices if problem.permute_x else None
     operands = Forward(x, _of_groups(linear, a.astype(problem.dtype)), routes.bounds, indices)
     return FORWARD(linear.how_or_plain, operands, problem=problem)
@@ -160,7 +159,7 @@ def dx(
 
 def rows_of_b(linear: Linear, dy: jax.Array, b: jax.Array, routes: Routes) -> jax.Array:
     """Computes the rows dy @ b [M, r], in expert order."""
-    problem = dataclasses.replace(linear.problem_of_b(b), has_topk_weights=False)
+    problem = linear.problem_of_b(b).unweighted
     indices = routes.gather_indices if problem.permute_y else None
     operands = Dx(dy, _of_groups(linear, b.astype(problem.dtype)), routes.bounds, gather_indices=indices)
     return DX(linear.how_or_plain, operands, problem=problem).dx

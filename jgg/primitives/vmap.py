@@ -70,7 +70,7 @@ class Batch:
             for name in ("bounds", "gather_indices", "topk_weights")
         )
         return cls(
-            dataclasses.replace(problem, is_dense=False),
+            problem,
             size,
             bounds,
             None if positions is None else offset(positions, problem.num_rows),
@@ -82,13 +82,6 @@ class Batch:
     def in_group(self) -> jax.Array:
         """Whether a row belongs to a group, bool [B * M]."""
         return self.group < self.problem.num_experts
-
-    def all_rows(self) -> GroupedGemmProblem:
-        """A problem like `problem` with the rows of all B problems."""
-        rows, expected = self.problem.num_rows, self.problem.expected_rows
-        return dataclasses.replace(
-            self.problem, num_rows=self.size * rows, expected_rows=None if expected is None else self.size * expected
-        )
 
     @property
     def rows(self) -> jax.Array:
@@ -165,7 +158,7 @@ def more_groups[Results](compute: Callable[..., Results], batch: Batch, operands
     Each problem must have its own of all large operands. Rows of no group may lie between the groups of two problems;
     kernels do not touch them.
     """
-    problem = dataclasses.replace(batch.all_rows(), num_experts=batch.size * batch.problem.num_experts)
+    problem = batch.problem.repeated(batch.size, groups=batch.size)
     merged = {name: flat(array) for name, array in operands._asdict().items() if name not in _OF_GROUPS}
     if getattr(operands, "bias", None) is not None:
         merged["bias"] = flat(for_each(operands.bias, batched.bias, batch.size))

@@ -84,9 +84,7 @@ def _launch(
 def _sum_of_parts(launcher: Launcher, product: OuterProduct, parts: int) -> jax.Array:
     """Computes dw as the sum of the products of parts of each group's rows, in float32 and in their order."""
     problem, config = product.problem, product.config
-    of_parts = dataclasses.replace(
-        problem, num_experts=problem.num_experts * parts, dw_dtype=jnp.dtype(jnp.float32), is_dense=False
-    )
+    of_parts = dataclasses.replace(problem.repeated(1, groups=parts), dw_dtype=jnp.dtype(jnp.float32))
     bounds = row_parts(product.bounds, parts, config.block_m)
     dw = every_gpu.multiply_dw(launcher, dataclasses.replace(product, problem=of_parts, bounds=bounds))
     dw = dw.reshape(problem.num_experts, parts, *dw.shape[1:])

@@ -150,7 +150,7 @@ def _more_rows(compute: Callable[..., DxResults], how: How, batch: vmap.Batch, o
         problem.permute_y, problem.permute_x, row_at, vmap.flat(operands.dy), gather(how, 1)
     )
     topk = problem.topk if problem.permute_x else 1
-    all_rows = dataclasses.replace(batch.all_rows(), topk=topk, permute_x=True, permute_y=in_place)
+    all_rows = dataclasses.replace(problem.repeated(batch.size), topk=topk, permute_x=True, permute_y=in_place)
     weights = batch.topk_weights if problem.permute_x else batch.row_weights()
     merged = Dx(dy, operands.w, bounds, vmap.flat(operands.x), write, weights)
     dx, row_sums = compute(merged, problem=all_rows)

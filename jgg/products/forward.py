@@ -234,7 +234,7 @@ def _more_rows(compute: Callable[..., jax.Array], how: How, batch: vmap.Batch, o
     rows = vmap.flat(operands.x)
     x, write, in_place = batch.read_in_order(problem.permute_x, writes_permuted, row_at, rows, gather(how, topk))
     all_rows = dataclasses.replace(
-        batch.all_rows(),
+        problem.repeated(batch.size),
         topk=problem.topk if problem.permute_x or problem.combine_y else 1,
         permute_x=in_place,
         permute_y=not problem.combine_y,
