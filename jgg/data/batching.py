@@ -13,6 +13,7 @@ import numpy as np
 from jgg.core.arguments import as_int
 from jgg.data.packing import pack
 from jgg.data.store import Store, fill
+from jgg.data.tokenizers import Tokenizer
 
 Path = str | os.PathLike[str]
 Paths = Path | Sequence[Path]
@@ -108,7 +109,7 @@ class Batches:
 
 def batches(
     data: Paths | Mapping[str, float],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     *,
     length: int,
     batch_size: int,

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jgg.data.rendering import NO_TEMPLATE, Conversation, UnmarkedError
-from jgg.data.tokenizers import bytes_of_tokens, encode, is_special, kind_and_text, last_token
+from jgg.data.rendering import NO_TEMPLATE, Conversation, Message, Tools, UnmarkedError
+from jgg.data.tokenizers import Tokenizer, bytes_of_tokens, encode, is_special, kind_and_text, last_token, text_of
 
 _SAID = "content", "tool_calls", "reasoning_content", "thinking"  # the keys for what a message says
 _SWITCHES = {"weight": ((0, 1), "0 or 1"), "train": ((False, True), "true or false")}  # whether a message is learned
@@ -35,7 +35,7 @@ class Text(NamedTuple):
 
 
 def encode_conversation(
-    tokenizer: Any, messages: Sequence[Any], tools: Any = None, date: datetime.date | None = None
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools = None, date: datetime.date | None = None
 ) -> list[tuple[list[int], list[bool]]]:
     """Tokenizes a conversation by the chat template, and marks what the assistant says as learned.
 
@@ -66,9 +66,9 @@ def encode_conversation(
 
 
 def texts_of(
-    tokenizer: Any,
-    messages: Sequence[Any],
-    tools: Any = None,
+    tokenizer: Tokenizer,
+    messages: Sequence[Message],
+    tools: Tools = None,
     date: datetime.date | None = None,
     end_token: int | None = None,
 ) -> list[Text]:
@@ -91,20 +91,22 @@ def texts_of(
     return _compared(conversation, turns)
 
 
-def prompt_of(tokenizer: Any, messages: Sequence[Any], tools: Any = None) -> str:
+def prompt_of(tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools = None) -> str:
     """Writes a conversation by the chat template, up to where the assistant's next answer begins.
 
     Raises: ValueError: the folder has no chat template, or the template fails.
     """
     if tokenizer.chat_template is None:
         raise ValueError(NO_TEMPLATE)
+    options: dict[str, Any] = {"conversation": messages, "tools": tools}  # it takes more than its annotations say
     try:
-        return tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True, tokenize=False)
+        text = tokenizer.apply_chat_template(**options, add_generation_prompt=True, tokenize=False)
     except Exception as error:  # of any type: a template is a program
         raise ValueError(f"the chat template fails: {kind_and_text(error)}") from error
+    return str(text)
 
 
-def _check(number: int, message: Any) -> None:
+def _check(number: int, message: Message) -> None:
     if not any(key in message for key in _SAID):
         got = ", ".join(map(str, message))
         raise ValueError(f'messages must have "content" or "tool_calls", got one with {got} as message {number}')
@@ -115,7 +117,7 @@ def _check(number: int, message: Any) -> None:
             raise ValueError(f'"{key}" of message {number} must be {expected}, got {repr(value)[:80]}')
 
 
-def _is_learned(message: Any) -> bool:
+def _is_learned(message: Message) -> bool:
     """Whether neither of its keys says that a message is not learned."""
     return all(message.get(key) is None or message[key] for key in _SWITCHES)
 
@@ -123,7 +125,7 @@ def _is_learned(message: Any) -> bool:
 class _Marking:
     """A text with its tokens, while what is learned of it is found."""
 
-    def __init__(self, tokenizer: Any, text: str) -> None:
+    def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         self.text, self._tokenizer = text, tokenizer
         self.tokens, self._past = encode(tokenizer, text, is_rendered=True)
         self.learned, self.ends = [False] * len(self.tokens), set[int]()
@@ -145,7 +147,7 @@ class _Marking:
         for number in range(self.up_to(end), len(self.tokens)):
             if is_special(self._tokenizer, self.tokens[number]):
                 return number
-            if self._tokenizer.decode([self.tokens[number]]).strip():
+            if text_of(self._tokenizer, [self.tokens[number]]).strip():
                 return None
         return None
 

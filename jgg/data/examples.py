@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jgg.data.chat import Text, texts_of
-from jgg.data.tokenizers import bytes_of_tokens, encode, end_of
+from jgg.data.rendering import Tools
+from jgg.data.tokenizers import Tokenizer, bytes_of_tokens, encode, end_of
 
 WEIGHTS = 1e-30, 1e30  # within float32's range, and so are their products and sums
 
@@ -28,7 +29,7 @@ class Example(NamedTuple):
 
 
 def examples_of(
-    row: Any, tokenizer: Any, end_token: int | None = None, date: datetime.date | None = None
+    row: object, tokenizer: Tokenizer, end_token: int | None = None, date: datetime.date | None = None
 ) -> list[Example]:
     """Tokenizes a row, and marks the tokens that are learned.
 
@@ -56,7 +57,7 @@ def examples_of(
 
 
 def examples_with_texts(
-    row: Any, tokenizer: Any, end_token: int | None = None, date: datetime.date | None = None
+    row: object, tokenizer: Tokenizer, end_token: int | None = None, date: datetime.date | None = None
 ) -> list[tuple[Example, Text]]:
     """The examples of `examples_of`, each with its text."""
     weight = _weight_of(row)
@@ -65,15 +66,15 @@ def examples_with_texts(
             found = [_encode_text(tokenizer, prompt + completion, len(prompt), end_token)]
         case {"text": str(text)}:
             found = [_encode_text(tokenizer, text, 0, end_token)]
-        case {"messages": [*messages]} if _has_answer(messages):
-            found = texts_of(tokenizer, messages, _tools_of(row), date, end_token)
+        case {"messages": [*messages], **others} if _has_answer(messages):
+            found = texts_of(tokenizer, messages, _tools_of(others.get("tools")), date, end_token)
         case _:
             keys = '"prompt" and "completion", or "text", or "messages" with roles, one of them "assistant"'
             raise ValueError(f"a row must have {keys}, got {json.dumps(row, default=str)[:80]}")
     return [(Example(np.array(own.tokens, np.int32), np.array(own.learned, bool), weight), own) for own in found]
 
 
-def _encode_text(tokenizer: Any, text: str, start: int, end_token: int | None) -> Text:
+def _encode_text(tokenizer: Tokenizer, text: str, start: int, end_token: int | None) -> Text:
     """The tokens of a text, learned from the character `start` on."""
     ids, ends = encode(tokenizer, text)
     learned = [past > start for past in ends]
@@ -83,13 +84,13 @@ def _encode_text(tokenizer: Any, text: str, start: int, end_token: int | None) -
     return Text(ids, learned, set() if end is None else {end}, bytes_of_tokens(tokenizer, text, ids, ends))
 
 
-def _has_answer(messages: list[Any]) -> bool:
+def _has_answer(messages: list[object]) -> bool:
     """Whether all messages are objects with a role, and one is an assistant's."""
     roles = [message.get("role") if isinstance(message, Mapping) else None for message in messages]
     return all(isinstance(role, str) for role in roles) and "assistant" in roles
 
 
-def _weight_of(row: Any) -> float:
+def _weight_of(row: object) -> float:
     weight = row.get("weight") if isinstance(row, Mapping) else None
     if weight is None:
         return 1.0
@@ -100,9 +101,8 @@ def _weight_of(row: Any) -> float:
     return float(weight)
 
 
-def _tools_of(row: Mapping[str, Any]) -> Any:
+def _tools_of(tools: Any) -> Tools:
     """The tools of a row; tables have them as JSON, since each may have keys of its own."""
-    tools = row.get("tools")
     if not isinstance(tools, str):
         return tools or None
     try:

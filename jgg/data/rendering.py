@@ -5,14 +5,17 @@ import functools
 import json
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jgg.data.tokenizers import is_special, kind_and_text, last_token, shared_length
+from jgg.data.tokenizers import Tokenizer, is_special, kind_and_text, last_token, shared_length
 
 NO_TEMPLATE = "a conversation needs chat_template.jinja in the model's folder, or one in tokenizer_config.json"
 _GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which transformers knows such templates
 _ONE_AT_A_TIME = threading.Lock()  # transformers 5.0 keeps what a template marks in one place for all threads
+type Message = Mapping[str, object]
+type Tools = list[dict[str, object]] | None
+
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
 
@@ -43,7 +46,12 @@ class Conversation:
     """
 
     def __init__(
-        self, tokenizer: Any, messages: Sequence[Any], tools: Any, date: datetime.date | None, end_token: int | None
+        self,
+        tokenizer: Tokenizer,
+        messages: Sequence[Message],
+        tools: Tools,
+        date: datetime.date | None,
+        end_token: int | None,
     ) -> None:
         self.tokenizer, self.end_token, self._messages = tokenizer, end_token, messages
         try:
@@ -90,14 +98,14 @@ class Conversation:
     def _written(self, count: int, asks_for_more: bool = False) -> Written:
         return self._write(self._messages[:count], asks_for_more)
 
-    def _instead(self, turn: int, message: dict[str, Any]) -> str | None:
+    def _instead(self, turn: int, message: Message) -> str | None:
         """The text that ends with another message in the place of one; None if the template does not take it."""
         try:
             return self._write([*self._messages[:turn], message]).text
         except UnmarkedError:
             return None
 
-    def _write(self, messages: Sequence[Any], asks_for_more: bool = False) -> Written:
+    def _write(self, messages: Sequence[Message], asks_for_more: bool = False) -> Written:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         render: Callable[..., Any] = render_jinja_template  # which its annotations say returns a str
@@ -110,7 +118,7 @@ class Conversation:
         return Written(text, blocks[0] if blocks else [])
 
 
-def _longer(message: Any) -> dict[str, Any]:
+def _longer(message: Message) -> Message:
     """The message of an assistant who said more."""
     calls, content = message.get("tool_calls"), message.get("content") or ""
     if isinstance(calls, list) and calls:

@@ -10,7 +10,7 @@ import tempfile
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import IO, Any, NamedTuple
+from typing import IO, NamedTuple
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from jgg.data.chat import Text
 from jgg.data.examples import Example, examples_with_texts
 from jgg.data.reading import rows
 from jgg.data.rendering import UnmarkedError
+from jgg.data.tokenizers import Tokenizer
 
 ROWS_AT_ONCE = 128  # rows in memory, which threads tokenize
 
@@ -68,7 +69,7 @@ class Store(NamedTuple):
 
 def fill(
     paths: Sequence[str | os.PathLike[str]],
-    tokenizer: Any,
+    tokenizer: Tokenizer,
     length: int,
     *,
     splits: bool = False,
@@ -114,14 +115,14 @@ def fill(
 
 
 def _examples_of_rows(
-    paths: Sequence[str | os.PathLike[str]], read: Callable[[Any], list[tuple[Example, Text]]], skip_unmarked: bool
+    paths: Sequence[str | os.PathLike[str]], read: Callable[[object], list[tuple[Example, Text]]], skip_unmarked: bool
 ) -> Iterator[list[tuple[Example, Text]] | None]:
     """The examples of each row, in order, None for one that is skipped.
 
     Threads tokenize, for which the tokenizer lets go of Python's lock.
     """
 
-    def named(row: tuple[str, Any]) -> list[tuple[Example, Text]] | None:
+    def named(row: tuple[str, object]) -> list[tuple[Example, Text]] | None:
         try:
             return read(row[1])
         except UnmarkedError as error:

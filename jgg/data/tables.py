@@ -12,7 +12,7 @@ COLUMNS = *("prompt", "completion", "text", "messages"), *("tools", "weight")
 ROWS_AT_ONCE = 256
 
 
-def table_rows(path: Path) -> Iterator[tuple[str, Any]]:
+def table_rows(path: Path) -> Iterator[tuple[str, object]]:
     """The rows of a table, each with its name, such as "train.parquet:3"; the first is 1.
 
     Of each row there are the columns that an example may have, and no nulls: columns of objects have all keys in all
@@ -44,7 +44,7 @@ def table_rows(path: Path) -> Iterator[tuple[str, Any]]:
         raise ValueError(f"{path} must be a whole parquet or Arrow file: {' '.join(str(error).split())}") from error
 
 
-def _python_rows(batch: Any, path: Path, first: int) -> list[Any]:
+def _python_rows(batch: Any, path: Path, first: int) -> list[object]:
     """The rows of a batch, the first of which has the number `first`; raises ValueError that names a wrong one."""
     try:
         return batch.to_pylist()
@@ -57,7 +57,7 @@ def _python_rows(batch: Any, path: Path, first: int) -> list[Any]:
         raise ValueError(f"{name} must have values that Python can hold, got {text}") from error
 
 
-def without_nulls(value: Any) -> Any:
+def without_nulls(value: object) -> object:
     """A row without the keys whose value is None, in the objects in it too."""
     if isinstance(value, dict):
         return {key: without_nulls(own) for key, own in value.items() if own is not None}

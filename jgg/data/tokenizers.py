@@ -9,13 +9,18 @@ import os
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 
 from jgg.hf.files import read_object
 from jgg.hf.settings import language_model
 from jgg.models import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import AddedToken, PreTrainedTokenizerFast
+
+type Tokenizer = PreTrainedTokenizerFast  # what `load_tokenizer` returns
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
@@ -32,7 +37,7 @@ class Continuation(str):
         return new
 
 
-def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
+def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     """Loads the tokenizer of a folder's tokenizer.json, as a `PreTrainedTokenizerFast` of transformers.
 
     Raises:
@@ -54,7 +59,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Any:
         raise ValueError(f"transformers cannot read the tokenizer of {folder}: {kind_and_text(error)}") from error
 
 
-def encode(tokenizer: Any, text: str, *, is_rendered: bool = False) -> tuple[list[int], list[int]]:
+def encode(tokenizer: Tokenizer, text: str, *, is_rendered: bool = False) -> tuple[list[int], list[int]]:
     """Tokenizes a text that goes on.
 
     The special tokens that the tokenizer puts before a text, such as "<s>", are added unless the text begins with them.
@@ -86,7 +91,7 @@ def encode(tokenizer: Any, text: str, *, is_rendered: bool = False) -> tuple[lis
     return before + [token for token, _ in own], [0] * len(before) + [end for _, end in own]
 
 
-def bytes_of_tokens(tokenizer: Any, text: str, ids: Sequence[int], ends: Sequence[int]) -> np.ndarray:
+def bytes_of_tokens(tokenizer: Tokenizer, text: str, ids: Sequence[int], ends: Sequence[int]) -> np.ndarray:
     """How many of a text's bytes in UTF-8 each of its tokens stands for, int [size].
 
     They add up to the bytes of the text without its special tokens, whatever the tokens are decoded to: a tokenizer may
@@ -122,11 +127,18 @@ def bytes_of_tokens(tokenizer: Any, text: str, ids: Sequence[int], ends: Sequenc
 
 
 @functools.lru_cache(maxsize=1)
-def _special_tokens(tokenizer: Any) -> dict[int, Any]:
+def _special_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
     return {token: added for token, added in tokenizer.added_tokens_decoder.items() if added.special}
 
 
-def continuation(tokenizer: Any, prompt: list[int], new: list[int]) -> Continuation:
+def text_of(tokenizer: Tokenizer, tokens: Sequence[int], **options: bool) -> str:
+    """The text of tokens."""
+    text = tokenizer.decode(list(tokens), **options)
+    assert isinstance(text, str)  # not one of several lists of tokens
+    return text
+
+
+def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> Continuation:
     """Returns the text that new tokens add to the text of a prompt's tokens; both without special tokens.
 
     Tokenizers such as Mixtral's decode bytes that follow one another together: a byte that completes no character makes
@@ -136,7 +148,7 @@ def continuation(tokenizer: Any, prompt: list[int], new: list[int]) -> Continuat
     """
 
     def decode(tokens: list[int]) -> str:
-        return tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        return text_of(tokenizer, tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
     before, whole = decode(prompt), decode(prompt + new)
     start = len(before) if whole.startswith(before) else shared_length(before, whole)
@@ -145,13 +157,13 @@ def continuation(tokenizer: Any, prompt: list[int], new: list[int]) -> Continuat
     return Continuation(whole[start:], max(certain - start, 0))
 
 
-def _bytes_at_end(tokenizer: Any, tokens: list[int]) -> int:
+def _bytes_at_end(tokenizer: Tokenizer, tokens: list[int]) -> int:
     """The number of tokens at the end that are bytes, with those between that have no text."""
     count = 0
     for number, token in enumerate(reversed(tokens), 1):
-        if _BYTE.fullmatch(tokenizer.convert_ids_to_tokens(token) or ""):
+        if _BYTE.fullmatch(str(tokenizer.convert_ids_to_tokens(token))):
             count = number
-        elif tokenizer.decode([token], skip_special_tokens=True):
+        elif text_of(tokenizer, [token], skip_special_tokens=True):
             break
     return count
 
@@ -169,7 +181,7 @@ def stop_tokens(folder: str | os.PathLike[str], adapter: str | os.PathLike[str] 
     return list(dict.fromkeys([*own, *noted]))
 
 
-def end_of(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> int | None:
+def end_of(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> int | None:
     """Returns the special token at the end of a text, or None; white space behind it does not count.
 
     A token such as "</tool_call>" that was added to the vocabulary is special only if the tokenizer says so.
@@ -178,22 +190,22 @@ def end_of(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> int | None:
     return token if token is not None and is_special(tokenizer, token) else None
 
 
-def last_token(tokenizer: Any, ids: Sequence[int] | np.ndarray) -> int | None:
+def last_token(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> int | None:
     """The last token of a text that is not white space alone."""
-    return next((token for token in map(int, reversed(ids)) if tokenizer.decode([token]).strip()), None)
+    return next((token for token in map(int, reversed(ids)) if text_of(tokenizer, [token]).strip()), None)
 
 
-def is_special(tokenizer: Any, token: int) -> bool:
+def is_special(tokenizer: Tokenizer, token: int) -> bool:
     """Whether a token is left out of texts and does not stand for unknown text.
 
     It is quicker than the tokenizer's table of all added tokens.
     """
     if token == tokenizer.unk_token_id != tokenizer.eos_token_id:
         return False
-    return not tokenizer.decode([token], skip_special_tokens=True) and bool(tokenizer.decode([token]))
+    return not text_of(tokenizer, [token], skip_special_tokens=True) and bool(text_of(tokenizer, [token]))
 
 
-def check_vocabulary(tokenizer: Any, ids: Sequence[int] | np.ndarray, config: ModelConfig, where: object) -> None:
+def check_vocabulary(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray, config: ModelConfig, where: object) -> None:
     """Raises ValueError, which begins with `where`, if the model has no embedding for a token."""
     largest = int(np.max(ids, initial=0))
     if largest >= config.vocabulary:

@@ -24,7 +24,7 @@ from tqdm import tqdm
 import jgg.models
 from jgg.core.arguments import as_int, check
 from jgg.core.quantized import count_numbers
-from jgg.data.tokenizers import check_vocabulary, encode, load_tokenizer, stop_tokens
+from jgg.data.tokenizers import check_vocabulary, encode, load_tokenizer, stop_tokens, text_of
 from jgg.hf import read_config
 from jgg.hf.hub import folder_of
 from jgg.hf.settings import language_model
@@ -122,12 +122,13 @@ class JggLM(TemplateLM):
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         """The messages as the chat template writes them; without `add_generation_prompt`, the last one goes on."""
-        return self.tokenizer.apply_chat_template(
+        text = self.tokenizer.apply_chat_template(
             chat_history,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
+        return str(text)
 
     def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
         """The tokens of a text, with what the tokenizer puts before it, unless the text begins with that."""
@@ -240,7 +241,9 @@ class JggLM(TemplateLM):
         cuts += [n for stop in stops for n in range(len(stop), len(new) + 1) if new[n - len(stop) : n] == stop]
         new = new[: min(cuts, default=len(new))]
         check(-1 not in new, "the model must have finite logits, got NaN for a new token")
-        text = self.tokenizer.decode(new, skip_special_tokens=True)  # without the prompt, as lm-eval's other models do
+        text = text_of(
+            self.tokenizer, new, skip_special_tokens=True
+        )  # without the prompt, as lm-eval's other models do
         for end in until:  # in this order, as lm-eval's other models do
             text = text.split(end)[0]
         return text
