@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Callable, Collection, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -33,12 +33,12 @@ from jgg.train.state import (
     set_named,
     split,
 )
-from jgg.train.steps import Batch, Loss, changed_by, step_of
+from jgg.train.steps import Batch, Loss, Step, changed_by, step_of
 
 _OPTIMIZER = "optimizer."  # before the names of arrays
 
 
-class Record(NamedTuple):
+class Record[Metrics](NamedTuple):
     """What some steps measured, those since the record before.
 
     Attributes:
@@ -48,11 +48,11 @@ class Record(NamedTuple):
     """
 
     step: int
-    metrics: Any
+    metrics: Metrics
     speed: Speed
 
 
-class Trainer:
+class Trainer[Model: nnx.Module, Metrics]:
     """Trains a model with one compiled step.
 
         trainer = Trainer(model, optax.adamw(1e-4), loss)
@@ -91,16 +91,16 @@ class Trainer:
 
     def __init__(
         self,
-        model: nnx.Module,
+        model: Model,
         optimizer: optax.GradientTransformation,
-        loss: Loss,
+        loss: Loss[Metrics],
         *,
         wrt: type[nnx.Variable[jax.Array]] = nnx.Param,
         accumulate: bool = False,
-        lengths_of: Callable[[Batch], np.ndarray] = lambda batch: np.zeros(0, int),
+        lengths_of: Callable[..., np.ndarray] = lambda batch: np.zeros(0, int),
         batch_sharding: jax.sharding.Sharding | None = None,
     ) -> None:
-        self.model: Any = model
+        self.model = model
         self._optimizer, self._loss, self._wrt, self._accumulate = optimizer, loss, wrt, accumulate
         self._lengths_of, self._batch_sharding = lengths_of, batch_sharding
         state = nnx.state(model)
@@ -129,7 +129,7 @@ class Trainer:
         first: bool = False,
         checkpoints: str | os.PathLike[str] | None = None,
         save_every: int = 1000,
-    ) -> Iterator[Record]:
+    ) -> Iterator[Record[Metrics]]:
         """Trains, and yields a Record now and then; what the caller does with it counts in no speed.
 
         A run that is stopped and started again goes on from its last state with the same batches, and on a CPU computes
@@ -184,7 +184,7 @@ class Trainer:
             self._prepared(batch)
             if is_stopped_after(start):
                 raise Preempted(start)
-            waiting: list[Any] = []
+            waiting: list[tuple[jax.Array, Metrics]] = []
             self._meter.restart()
             for step in range(start + 1, steps + 1):
                 if step > start + 1:
@@ -228,7 +228,7 @@ class Trainer:
         if folder == manager.directory and step >= latest:
             return step
         opt_state = jax.tree.map(_described, self._opt_state)
-        self._opt_state = None  # or both would need memory
+        del self._opt_state  # or both would need memory
         try:
             found = restored(manager, latest, named_in(nnx.state(self.model)) | named(opt_state, _OPTIMIZER))
         except TrainingError:
@@ -254,7 +254,7 @@ class Trainer:
         leaves, structure = jax.tree.flatten(self._optimizer.init(nnx.state(self.model, self._wrt)))
         return jax.tree.unflatten(structure, [placed(leaf) for leaf in owned(leaves)])
 
-    def _advance(self, batch: Batch) -> Any:
+    def _advance(self, batch: Batch) -> tuple[jax.Array, Metrics]:
         """Makes a step; returns the loss and the metrics."""
         state, frozen = self._prepared(batch)
         (state, self._opt_state), measured = self._run((state, self._opt_state), frozen, batch)
@@ -275,13 +275,13 @@ class Trainer:
         own_arrays(state)
         return state, frozen
 
-    def _split(self) -> Split:
+    def _split(self) -> Split[Model]:
         graphdef, state, frozen = split(self.model, self._wrt, self._changed)
         for part in (state, frozen):
             self._places |= place(part, self._places, self._everywhere)
         return graphdef, state, frozen
 
-    def _compiled(self, graphdef: nnx.GraphDef[nnx.Module], state: State, frozen: State, batch: Batch) -> Any:
+    def _compiled(self, graphdef: nnx.GraphDef[Model], state: State, frozen: State, batch: Batch) -> Step[Metrics]:
         step = step_of(graphdef, self._optimizer, self._loss, self._accumulate, self._wrt, self._changed)
         shardings = jax.tree.map(lambda a: a.sharding, (state, self._opt_state))
         options = compiler_options(num_gathering(self.model))
@@ -299,7 +299,7 @@ class Trainer:
                 "make another Trainer.",
             )
 
-    def _check_finite(self, losses: list[np.ndarray], last: int, manager: ocp.CheckpointManager | None) -> None:
+    def _check_finite(self, losses: list[jax.Array], last: int, manager: ocp.CheckpointManager | None) -> None:
         """Raises TrainingError for the first loss that is not finite; `last` is the step of the last loss."""
         for step, loss in enumerate(losses, last - len(losses) + 1):
             if not np.isfinite(loss):
@@ -316,7 +316,7 @@ class Trainer:
         return batch if sharding is None else on_devices(batch, sharding), lengths
 
 
-def on_devices(batch: Batch, sharding: jax.sharding.Sharding) -> Batch:
+def on_devices[Batch](batch: Batch, sharding: jax.sharding.Sharding) -> Batch:
     """The arrays of a batch that each process has whole, split over the devices of all processes."""
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), batch)
 

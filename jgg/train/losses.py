@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,9 @@ from flax import nnx
 from jgg.core.arguments import check_instance
 from jgg.hf.settings import language_model
 from jgg.models import Decoder, ModelConfig
-from jgg.train.loop import Batch, on_devices
+from jgg.train.loop import on_devices
+
+type Batch = Mapping[str, jax.Array | np.ndarray]
 
 
 def balance_weight(config: ModelConfig) -> float:

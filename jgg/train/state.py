@@ -3,21 +3,23 @@
 import functools
 import gc
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-type State = nnx.State[Any, Any]
-type Split = tuple[nnx.GraphDef[nnx.Module], State, State]
-Path = tuple[Any, ...]
+type State = nnx.State[Hashable, Any]
+type Split[Model: nnx.Module] = tuple[nnx.GraphDef[Model], State, State]
+Path = tuple[Hashable, ...]
 
 
-def split(model: nnx.Module, wrt: type[nnx.Variable[jax.Array]], changed: Collection[Path] = ()) -> Split:
+def split[Model: nnx.Module](
+    model: Model, wrt: type[nnx.Variable[jax.Array]], changed: Collection[Path] = ()
+) -> Split[Model]:
     """The graph of a model, the variables that a step replaces, and those that it only reads.
 
     Args:
@@ -88,9 +90,9 @@ def put(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
 
 def place(
     state: State,
-    places: Mapping[Path, Any] = MappingProxyType({}),
+    places: Mapping[Path, object] = MappingProxyType({}),
     default: jax.sharding.Sharding | None = None,
-) -> dict[Path, Any]:
+) -> dict[Path, object]:
     """Gives variables whose value is elsewhere, such as in a NumPy array, one where it was; returns where all are.
 
     Args:
@@ -99,13 +101,13 @@ def place(
       default: that of values on one device, where others are on several.
     """
 
-    def settled(value: Any, sharding: jax.sharding.Sharding | None) -> jax.Array:
+    def settled(value: object, sharding: jax.sharding.Sharding | None) -> jax.Array:
         value = value if isinstance(value, jax.Array) else jnp.asarray(value)
         if sharding is None and not isinstance(value.sharding, jax.NamedSharding):
             sharding = default
         return value if sharding in (None, value.sharding) else put(value, sharding)
 
-    found = {}
+    found: dict[Path, object] = {}
     for path, variable in nnx.to_flat_state(state):
         value, own = _value_of(variable), places.get(path)
         structures: tuple[Any, Any] = jax.tree.structure(value), jax.tree.structure(own)
@@ -153,7 +155,7 @@ def owned(values: list[Any]) -> Iterator[jax.Array]:
             yield value
 
 
-def _value_of(leaf: Any) -> Any:
+def _value_of(leaf: object) -> object:
     """The value of a variable, or the array that a module has without one."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
@@ -162,7 +164,8 @@ def _set(state: State, path: Path, leaf: object, value: object) -> None:
     if isinstance(leaf, nnx.Variable):
         leaf.set_raw_value(value)
     else:
-        functools.reduce(lambda part, key: part[key], path[:-1], state)[path[-1]] = value
+        part: State = functools.reduce(lambda part, key: cast(State, part[key]), path[:-1], state)
+        part[path[-1]] = value
 
 
 def _copied(array: jax.Array) -> jax.Array:
@@ -182,17 +185,17 @@ def _references_of_local() -> int:
 _REFERENCES_OF_LOCAL = _references_of_local()
 
 
-def is_shared(leaf: Any) -> bool:
+def is_shared(leaf: object) -> bool:
     """Whether something else than a variable refers to its array."""
-    return _has_array(leaf) and _references(leaf) > _references_of_one()
+    return isinstance(leaf, nnx.Variable) and _has_array(leaf) and _references(leaf) > _references_of_one()
 
 
-def _has_array(leaf: Any) -> bool:
+def _has_array(leaf: object) -> bool:
     """Whether this is a variable whose value is one array."""
     return isinstance(leaf, nnx.Variable) and isinstance(leaf.get_raw_value(), jax.Array)
 
 
-def _references(variable: nnx.Variable[Any]) -> int:
+def _references(variable: nnx.Variable[object]) -> int:
     return sys.getrefcount(variable.get_raw_value())
 
 

@@ -11,20 +11,21 @@ from flax import nnx
 
 from jgg.train.state import Path, State, name_of
 
-Batch = Any  # a pytree of arrays
-type Metrics = object  # a pytree of arrays
-type Loss = Callable[..., tuple[jax.Array, Metrics]]
-type Measured = tuple[tuple[jax.Array, Metrics], State, State]  # with what the loss changes, and gradients
+type Batch = object  # a pytree of arrays
+type Loss[Metrics] = Callable[..., tuple[jax.Array, Metrics]]
+type Own = tuple[State, optax.OptState]  # what a step replaces
+type Step[Metrics] = Callable[[Own, State, Batch], tuple[Own, tuple[jax.Array, Metrics]]]
+type Measured[Metrics] = tuple[tuple[jax.Array, Metrics], State, State]  # with what the loss changes, and gradients
 
 
-def step_of(
-    graphdef: nnx.GraphDef[nnx.Module],
+def step_of[Model: nnx.Module, Metrics](
+    graphdef: nnx.GraphDef[Model],
     optimizer: optax.GradientTransformation,
-    loss: Loss,
+    loss: Loss[Metrics],
     accumulate: bool,
     wrt: type[nnx.Variable[jax.Array]] = nnx.Param,
     changed: Collection[Path] = (),
-) -> Callable[..., Any]:
+) -> Step[Metrics]:
     """The step: ((state, opt_state), frozen, batch) -> (the first after it, (loss, metrics)).
 
     The state has the variables of type `wrt` and those that the loss changes, with the paths `changed`. The loss is NaN
@@ -40,12 +41,12 @@ def step_of(
         value, metrics = loss(model, part)
         return value, (metrics, changed_in(nnx.state(model)))
 
-    def gradients_at(state: State, frozen: State, part: Batch) -> Measured:
+    def gradients_at(state: State, frozen: State, part: Batch) -> Measured[Metrics]:
         params, rest = nnx.split_state(state, wrt, ...)
         (value, (metrics, after)), gradients = gradients_of(params, (rest, frozen), part)
         return (value, metrics), after, gradients
 
-    def mean_of(state: State, frozen: State, parts: Batch) -> Measured:
+    def mean_of(state: State, frozen: State, parts: Batch) -> Measured[Metrics]:
         def add(carry: tuple[State, State], part: Batch) -> tuple[tuple[State, State], tuple[jax.Array, Metrics]]:
             sums, after = carry
             measured, after, gradients = gradients_at(nnx.merge_state(state, after), frozen, part)
@@ -61,7 +62,7 @@ def step_of(
     def changed_in(state: State) -> State:
         return nnx.filter_state(state, lambda path, _: path in changed)
 
-    def step(own: Any, frozen: State, batch: Batch) -> Any:
+    def step(own: Own, frozen: State, batch: Batch) -> tuple[Own, tuple[jax.Array, Metrics]]:
         state, opt_state = own
         (value, metrics), after, gradients = (mean_of if accumulate else gradients_at)(state, frozen, batch)
         params, rest = nnx.split_state(nnx.merge_state(state, after), wrt, ...)
@@ -73,9 +74,9 @@ def step_of(
     return step
 
 
-def changed_by(
-    loss: Loss,
-    graphdef: nnx.GraphDef[nnx.Module],
+def changed_by[Model: nnx.Module, Metrics](
+    loss: Loss[Metrics],
+    graphdef: nnx.GraphDef[Model],
     state: State,
     frozen: State,
     batch: Batch,

@@ -46,14 +46,14 @@ def schedule_of(args, steps: int) -> optax.Schedule:
     return optax.warmup_cosine_decay_schedule(rate / warmup, rate, warmup, max(steps, warmup + 1))
 
 
-def optimizer_of(args, schedule: optax.Schedule, shardings: Any = None) -> optax.GradientTransformation:
+def optimizer_of(args, schedule: optax.Schedule, shardings: object = None) -> optax.GradientTransformation:
     """AdamW or Muon behind a bound of the gradients' norm; biases and the scales of norms have no weight decay.
 
     Args:
       shardings: where the parameters are on a mesh; None for one device.
     """
 
-    def is_matrix(params: Any) -> Any:
+    def is_matrix(params: object) -> object:
         return jax.tree.map_with_path(
             lambda path, _: any(str(getattr(key, "key", "")).startswith("w_") for key in path), params
         )
