@@ -6,6 +6,7 @@ import hashlib
 import math
 import os
 from collections.abc import Mapping, Sequence
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ import numpy as np
 from jgg.core.arguments import as_int
 from jgg.data.packing import pack
 from jgg.data.store import Store, fill
-from jgg.data.tokenizers import Tokenizer
+from jgg.data.tokenizers import Tokenizer, special_token
 
 Path = str | os.PathLike[str]
 Paths = Path | Sequence[Path]
@@ -176,7 +177,7 @@ def batches(
     groups, shares = _groups(data)
     if len(groups) > 1 and seed is None:
         raise ValueError("seed must be an int where data are mixed, got None: one pass has no shares")
-    own_end = tokenizer.eos_token_id if end_token is None else end_token if end_token >= 0 else None
+    own_end = special_token(tokenizer, "eos_token_id") if end_token is None else end_token if end_token >= 0 else None
     read = functools.partial(fill, tokenizer=tokenizer, length=length, splits=splits, skip_unmarked=skip_unmarked)
     stores = [read(group, end_token=own_end, date=date) for group in groups]
     shape = accumulate, batch_size, length
@@ -224,7 +225,7 @@ class _Sequences:
         return sequence
 
 
-def _grain() -> Any:
+def _grain() -> ModuleType:
     try:
         import grain
     except ImportError as error:

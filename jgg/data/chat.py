@@ -12,7 +12,16 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jgg.data.rendering import NO_TEMPLATE, Conversation, Message, Tools, UnmarkedError
-from jgg.data.tokenizers import Tokenizer, bytes_of_tokens, encode, is_special, kind_and_text, last_token, text_of
+from jgg.data.tokenizers import (
+    Tokenizer,
+    bytes_of_tokens,
+    encode,
+    is_special,
+    kind_and_text,
+    last_token,
+    special_token,
+    text_of,
+)
 
 _SAID = "content", "tool_calls", "reasoning_content", "thinking"  # the keys for what a message says
 _SWITCHES = {"weight": ((0, 1), "0 or 1"), "train": ((False, True), "true or false")}  # whether a message is learned
@@ -191,7 +200,7 @@ def _learn_turn(conversation: Conversation, marking: _Marking, turn: int) -> boo
         return False
     if not marking.text.startswith(alone):
         # templates may put the token that ends a text behind the last message alone
-        alone = alone.removesuffix(conversation.tokenizer.eos_token or "")
+        alone = alone.removesuffix(str(conversation.tokenizer.eos_token or ""))
         if not marking.text.startswith(alone):
             return False
         marking.learn(start, len(alone))
@@ -221,7 +230,7 @@ def _marked(conversation: Conversation, turns: list[int], unlearned: list[int]) 
         marking.learn(start, end)
     last = conversation.end(turns[-1], marking.tokens)
     closing = {last_token(tokenizer, marking.tokens[: marking.up_to(end)]) for _, end in own}
-    if closing - {last, tokenizer.eos_token_id, conversation.end_token}:
+    if closing - {last, special_token(tokenizer, "eos_token_id"), conversation.end_token}:
         alone = ((turn, encode(tokenizer, conversation.text(turn + 1), is_rendered=True)[0]) for turn in turns[:-1])
         ends = {conversation.end(turn, tokens) for turn, tokens in alone}
         marking.ends |= {token for token in closing & ends if token is not None}

@@ -4,13 +4,12 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from jgg.core.files import check_regular
 from jgg.data.tables import table_rows
 
 
-def rows(path: str | os.PathLike[str]) -> Iterator[tuple[str, Any]]:
+def rows(path: str | os.PathLike[str]) -> Iterator[tuple[str, object]]:
     """Reads the rows of a file one after the other, each with a name for errors, such as "train.jsonl:3".
 
     Only one line, or some rows of a table, is in memory at a time.
@@ -55,7 +54,7 @@ def _files_of_dataset(folder: Path) -> list[Path]:
     return [folder / Path(name).name for name in names]
 
 
-def _lines(path: Path) -> Iterator[tuple[str, Any]]:
+def _lines(path: Path) -> Iterator[tuple[str, object]]:
     """The JSON of each line that is not blank; only a line feed ends one, as strings may hold other separators."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):

@@ -18,7 +18,8 @@ from jgg.hf.settings import language_model
 from jgg.models import ModelConfig
 
 if TYPE_CHECKING:
-    from transformers import AddedToken, PreTrainedTokenizerFast
+    from tokenizers import AddedToken
+    from transformers import PreTrainedTokenizerFast
 
 type Tokenizer = PreTrainedTokenizerFast  # what `load_tokenizer` returns
 
@@ -127,8 +128,13 @@ def bytes_of_tokens(tokenizer: Tokenizer, text: str, ids: Sequence[int], ends: S
 
 
 @functools.lru_cache(maxsize=1)
-def _special_tokens(tokenizer: Tokenizer) -> dict[int, AddedToken]:
+def _special_tokens(tokenizer: Tokenizer) -> dict[int, "AddedToken"]:
     return {token: added for token, added in tokenizer.added_tokens_decoder.items() if added.special}
+
+
+def special_token(tokenizer: Tokenizer, name: str) -> int | None:
+    """A token that texts begin or end with, such as "eos_token_id"; None if there is none."""
+    return getattr(tokenizer, name)
 
 
 def text_of(tokenizer: Tokenizer, tokens: Sequence[int], **options: bool) -> str:

@@ -5,7 +5,6 @@ Call `install` before a model is traced.
 
 import importlib.util
 import sys
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -69,7 +68,7 @@ def moe_mlp_local(
     *,
     activation_fn: ActivationLike,
     num_experts: int,
-    **_: Any,
+    **_: object,
 ) -> tuple[jax.Array, jax.Array]:
     """Computes the experts of one device for `levanter.grug`, without a copy of a token for each of its experts.
 

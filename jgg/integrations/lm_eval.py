@@ -24,7 +24,7 @@ from tqdm import tqdm
 import jgg.models
 from jgg.core.arguments import as_int, check
 from jgg.core.quantized import count_numbers
-from jgg.data.tokenizers import check_vocabulary, encode, load_tokenizer, stop_tokens, text_of
+from jgg.data.tokenizers import check_vocabulary, encode, load_tokenizer, special_token, stop_tokens, text_of
 from jgg.hf import read_config
 from jgg.hf.hub import folder_of
 from jgg.hf.settings import language_model
@@ -85,7 +85,7 @@ class JggLM(TemplateLM):
         self.batch_size = None if is_auto else as_int("batch_size", int(batch_size), 1)
         pretrained, self._pretrained = folder_of(pretrained), str(pretrained)
         self.tokenizer = load_tokenizer(pretrained)
-        own_ends = [] if self.tokenizer.eos_token_id is None else [self.tokenizer.eos_token_id]
+        own_ends = [token for token in [special_token(self.tokenizer, "eos_token_id")] if token is not None]
         self._ends = list(dict.fromkeys([*stop_tokens(pretrained, adapter), *own_ends]))
         self._prefix = prefix_token_id
         self.max_length = _max_length(pretrained) if max_length is None else as_int("max_length", max_length, 1)
@@ -105,7 +105,8 @@ class JggLM(TemplateLM):
     @property
     def prefix_token_id(self) -> int:
         """The token before a text without a context."""
-        for token in (self._prefix, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id):
+        own = (special_token(self.tokenizer, name) for name in ("bos_token_id", "eos_token_id"))
+        for token in (self._prefix, *own):
             if token is not None:
                 return token
         return self.eot_token_id
@@ -115,7 +116,7 @@ class JggLM(TemplateLM):
         """The tokenizer's name in the caches of requests."""
         return self._pretrained.replace("/", "__")
 
-    def get_model_info(self) -> dict[str, Any]:
+    def get_model_info(self) -> dict[str, object]:
         """What lm-eval writes of the model beside its results."""
         parameters = count_numbers(jax.eval_shape(lambda: self.model))
         return {"model_num_parameters": parameters, "model_dtype": str(self.model.options.dtype)}
@@ -130,7 +131,7 @@ class JggLM(TemplateLM):
         )
         return str(text)
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: Any) -> list[int]:
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **_: object) -> list[int]:
         """The tokens of a text, with what the tokenizer puts before it, unless the text begins with that."""
         ids = encode(self.tokenizer, string, is_rendered=add_special_tokens is False)[0]
         check_vocabulary(self.tokenizer, ids, self.model.config, repr(string[:80]))
@@ -140,7 +141,7 @@ class JggLM(TemplateLM):
         self,
         requests: Sequence[tuple[Any, list[int], list[int]]],
         disable_tqdm: bool = False,
-        **_: Any,
+        **_: object,
     ) -> list[tuple[float, bool]]:
         for texts, _context, own in requests:
             check(bool(own), f"a continuation must have tokens behind its context, got none in {texts!r}")

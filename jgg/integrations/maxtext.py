@@ -87,13 +87,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runpy.run_module(_TRAINING, run_name="__main__", alter_sys=True)
 
 
-def _check_settings_in(module: str, path: str, experts: str, config_of: Callable[..., Any]) -> None:
+def _check_settings_in(module: str, path: str, experts: str, config_of: Callable[..., object]) -> None:
     """Makes a function of MaxText check its config first, which `config_of` finds among its arguments."""
     owner, name = _MAXTEXT.find(module, path)
     function = getattr(owner, name)
 
     @functools.wraps(function)
-    def checked(*arguments: Any, **options: Any) -> Any:
+    def checked(*arguments: object, **options: object) -> object:
         check_settings(config_of(*arguments, **options), experts)
         return function(*arguments, **options)
 
@@ -107,7 +107,7 @@ def gmm(
     preferred_element_type: DTypeLike = jnp.float32,
     group_offset: jax.Array | int | None = None,
     partial_sum: jax.Array | None = None,
-    **options: Any,
+    **options: object,
 ) -> jax.Array:
     """Computes `maxtext.kernels.megablox.gmm` with `jgg.ragged_dot`; jgg chooses the tile sizes itself.
 

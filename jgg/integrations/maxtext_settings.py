@@ -4,14 +4,14 @@ from typing import Any
 
 # Settings that must have this value, since others quantize experts, drop tokens or compute experts in another way. A
 # version of MaxText that lacks one has nothing to refuse.
-_ALWAYS: dict[str, Any] = {
+_ALWAYS: dict[str, object] = {
     "sparse_matmul": True,
     "te_moe_block": False,
     "quantization": "",
     "use_qwix_quantization": False,
     "capacity_factor": -1.0,
 }
-_FOR: dict[str, dict[str, Any]] = {
+_FOR: dict[str, dict[str, object]] = {
     "gmm": {"megablox": True, "use_tokamax_gmm": False},
     "block": {
         "routed_bias": False,
@@ -48,7 +48,7 @@ def check_settings(config: Any, experts: str) -> None:
         _check_block(config)
 
 
-def pre_activation_name(config: Any) -> str:
+def pre_activation_name(config: object) -> str:
     """The name by which the config's remat policy knows the pre-activation, which has two names in MaxText."""
     return "mlpwi_0" if _place(config, "moe_mlpwi_0") == "remat" else "moe_mlpwi_0"
 

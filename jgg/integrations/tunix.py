@@ -39,7 +39,7 @@ def install() -> None:
     _TUNIX.replace(_MODEL, "Embedder.encode", encode)
 
 
-def moe_layer(self: Any, x: jax.Array, use_megablox: bool = True) -> jax.Array:
+def moe_layer(self: object, x: jax.Array, use_megablox: bool = True) -> jax.Array:
     """Computes `tunix.models.qwen3.model.MoELayer`, without copies of tokens for their experts.
 
     In a mesh, experts and their features are split as `ShardingConfig.exp_weight_edf` says, on CPUs too. Tokens that
@@ -136,7 +136,7 @@ def add_lora(
         layer.jgg_lora = lora
 
 
-def adapters_of(layer: Any) -> dict[str, LowRank]:
+def adapters_of(layer: object) -> dict[str, LowRank]:
     """The LoRA adapters of a layer's experts by the matrices that they are beside, as `jgg.hf.Adapter` takes them."""
     lora = getattr(layer, "jgg_lora", None)
     if lora is None:
