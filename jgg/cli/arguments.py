@@ -6,7 +6,7 @@ import os
 import pathlib
 import tempfile
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import NoReturn
 
 
 def whole(least: int, most: int = 2**31 - 1) -> Callable[[str], int]:
@@ -85,7 +85,7 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, *args, **settings) -> None:
         super().__init__(*args, **{"allow_abbrev": False} | settings)
 
-    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> object:
         """The value of an argument; older Pythons take the "--" of --option=-- for the end of all options."""
         if action.option_strings and arg_strings == ["--"]:
             value = self._get_value(action, "--")

@@ -28,7 +28,7 @@ TIME_LIMIT = 75.0  # seconds; what is being measured as they end takes less than
 _HEADINGS = ("GEMM", "M, K, N, E", "op", "ms", "TF/s", "% of\ndense", "% of\nroofline")
 _SIZES = ("num_rows", "in_features", "out_features", "num_experts", "topk")
 
-Measure = Callable[[str, GroupedGemmProblem, dict[str, Any], Reference], Measurement]
+Measure = Callable[[str, GroupedGemmProblem, dict[str, object], Reference], Measurement]
 """Checks and times one way to compute a product: function of the op, the problem, its arrays and the right result."""
 Plan = Mapping[str, Mapping[str, Measure]]
 """The measurements to make, by their names, for each kind of group sizes. JGG has the kind that was asked for."""
@@ -71,7 +71,7 @@ class Row:
             "percent_of_roofline": percent_of_roofline(least, seconds),
         }
 
-    def as_json(self, copy_speed: float | None) -> dict[str, Any]:
+    def as_json(self, copy_speed: float | None) -> dict[str, object]:
         """The row as the JSON output has it."""
         problem, num_bytes = self.problem, self.num_bytes[JGG]
         return {
@@ -110,7 +110,7 @@ class Result:
         """The rows in which jgg was measured; after an interrupt, the last may be incomplete."""
         return [row for row in self.rows if JGG in row.measurements]
 
-    def as_json(self) -> dict[str, Any]:
+    def as_json(self) -> dict[str, object]:
         """The result as the JSON output has it."""
         return origin() | {
             "settings": self.settings,
@@ -120,7 +120,7 @@ class Result:
             "rows": [row.as_json(self.copy_speed) for row in self.measured],
         }
 
-    def exit_code(self, peers: Mapping[str, Any]) -> int:
+    def exit_code(self, peers: Mapping[str, object]) -> int:
         """130 after an interrupt, 1 if a result is wrong or a product of jgg's own failed, else 0."""
         if self.interrupted:
             return INTERRUPTED
@@ -199,7 +199,7 @@ def is_scaled_down(args) -> bool:
     return is_first_look(args) and options.are_scaled_down(args)
 
 
-def measure(rows: list[Row], plan: Plan, args, keep: Callable[[Result], Any] = lambda result: None) -> Result:
+def measure(rows: list[Row], plan: Plan, args, keep: Callable[[Result], object] = lambda result: None) -> Result:
     """Measures the rows; after an interrupt from the keyboard it returns what was measured until then.
 
     It calls keep(result) after each row, for a library that might end the process.

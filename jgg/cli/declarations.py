@@ -131,13 +131,13 @@ class Options:
             for each in value if isinstance(value, list) else [] if value is None else [value]:
                 yield option.flag(name), Path(each)
 
-    def noted(self) -> dict[str, Any]:
+    def noted(self) -> dict[str, object]:
         """What the notes of a run have, with full paths."""
         noted = {name: option for name, option in self.declared().items() if option.is_noted}
         return {name: _whole(getattr(self, name), option.is_read) for name, option in noted.items()}
 
 
-def _whole(value: Any, is_read: bool) -> Any:
+def _whole(value: object, is_read: bool) -> object:
     """An option with full paths; a name of what is read is a path if that is there, else it is one on the Hub."""
     if isinstance(value, list):
         return [_whole(each, is_read) for each in value]

@@ -35,7 +35,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def parse(arguments: Sequence[str]) -> Any:
+def parse(arguments: Sequence[str]) -> object:
     """The options of a command: those of the command line, then those of the file of --config, then defaults.
 
     Without arguments it shows help. After help or a mistake the process ends here.
@@ -90,7 +90,7 @@ def _arguments_in(path: str, parser: Parser, options: type[Options]) -> Iterator
             parser.error(f"{key} must be the name of an option, which jgg {options.__name__.lower()} --help lists")
 
 
-def _arguments_of(flag: str, key: str, value: Any, parser: Parser, option: Declaration) -> Iterator[str]:
+def _arguments_of(flag: str, key: str, value: object, parser: Parser, option: Declaration) -> Iterator[str]:
     is_flag = option.action is argparse.BooleanOptionalAction
     if is_flag or option.action == "store_true":
         if not isinstance(value, bool):
@@ -107,7 +107,7 @@ def _arguments_of(flag: str, key: str, value: Any, parser: Parser, option: Decla
         yield f"{flag}={value}" if flag else str(value)
 
 
-def _read(path: str, parser: Parser) -> dict[str, Any]:
+def _read(path: str, parser: Parser) -> dict[str, object]:
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)

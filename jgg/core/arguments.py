@@ -27,6 +27,7 @@ class HasShape(Protocol):
     @property
     def shape(self) -> tuple[int, ...]:
         """The sizes of the axes."""
+        ...
 
 
 _DEFAULT, _HIGH, _HIGHEST = jax.lax.Precision.DEFAULT, jax.lax.Precision.HIGH, jax.lax.Precision.HIGHEST
@@ -84,13 +85,6 @@ def as_mask(mask: ArrayLike | None, axes: str, shape: tuple[int, ...]) -> jax.Ar
     check_reals("mask", mask)
     check(mask.shape == shape, f"mask must be {axes} = {list(shape)}, got {list(mask.shape)}.")
     return mask.astype(bool)
-
-
-def as_arrays(values: Mapping[str, object], may_be_none: Collection[str] = ()) -> dict[str, Any]:
-    """The values by name, each as `as_array` returns it; only the names in `may_be_none` may have the value None."""
-    return {
-        name: None if value is None and name in may_be_none else as_array(name, value) for name, value in values.items()
-    }
 
 
 def as_int(name: str, value: object, least: int | None = None, expected: str | None = None) -> int:

@@ -13,7 +13,7 @@ import numpy as np
 from jax.experimental import checkify
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.core.arguments import as_arrays, as_int, check_integers, check_rank
+from jgg.core.arguments import as_array, as_array_or_none, as_int, check_integers, check_rank
 from jgg.core.quantized import QuantizedArray
 
 _MAX_COMPARED = 1024  # groups that are compared all with all
@@ -274,14 +274,14 @@ def check(group_sizes: ArrayLike, num_rows: int, gather_indices: ArrayLike | Non
     Raises: ValueError, TypeError: a shape or a dtype is wrong; the message names the argument.
     """
     num_rows = as_int("num_rows", num_rows, least=0)
-    arrays = as_arrays({"group_sizes": group_sizes, "gather_indices": gather_indices}, may_be_none=("gather_indices",))
-    for (name, array), axes in zip(arrays.items(), ("[E]", "[M]"), strict=True):
-        if array is not None:
-            check_integers(name, array)
-            check_rank(name, array, axes)
-    sizes, indices = arrays.values()
-    if indices is not None and indices.shape != (num_rows,):
-        raise ValueError(f"gather_indices must be [M] = [{num_rows}], got {list(indices.shape)}.")
+    sizes, indices = as_array("group_sizes", group_sizes), as_array_or_none("gather_indices", gather_indices)
+    check_integers("group_sizes", sizes)
+    check_rank("group_sizes", sizes, "[E]")
+    if indices is not None:
+        check_integers("gather_indices", indices)
+        check_rank("gather_indices", indices, "[M]")
+        if indices.shape != (num_rows,):
+            raise ValueError(f"gather_indices must be [M] = [{num_rows}], got {list(indices.shape)}.")
     sizes = saturated_int32(sizes)
     smallest = jnp.min(sizes, initial=0)
     checkify.check(smallest >= 0, "group_sizes must not be negative, got {size}", size=smallest)

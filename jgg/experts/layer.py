@@ -312,8 +312,8 @@ class MoELayer(LayerOptions, InFeatures):
         named = self._checked_params(params, x.dtype)
         tokens = x.reshape(math.prod(x.shape[:-1]), x.shape[-1])
         check_floats("x", x)
-        of_router = {"selection_bias": selection_bias, "router_x": router_x, "topk_indices": topk_indices}
-        arrays = _Arrays(tokens, **named | of_router, mask=mask)
+        named |= {"selection_bias": selection_bias, "router_x": router_x, "topk_indices": topk_indices}
+        arrays = _Arrays(tokens, **named, mask=mask)
         check_shapes(tokens, arrays.experts, options)
         return arrays
 

@@ -5,7 +5,7 @@ import functools
 import re
 from collections.abc import Callable, Container, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 
@@ -31,7 +31,7 @@ SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 _DOWNLOAD = "jgg.hf.download(NAME) fetches a model from the Hub and returns its folder."
 
 
-def read_config(path: str | Path) -> dict[str, Any]:
+def read_config(path: str | Path) -> dict[str, object]:
     """Reads config.json. `path` is the checkpoint's folder or the file itself.
 
     Raises: FileNotFoundError: there is no such folder or file. ValueError: the file holds no JSON object.

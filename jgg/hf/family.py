@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable, Container, Mapping
-from typing import Any
 
 from jgg.hf.files import shape_of
 from jgg.hf.settings import Arguments, Settings
@@ -115,7 +114,9 @@ class Family:
                     return block, self._by_shape(own, first, names, shape) if own[0].names == own[1].names else tensor
         return self.block_name(layer), own[0]
 
-    def _by_shape(self, own: tuple[Tensor, Tensor], name: str, tensors: Any, shape: tuple[int, ...] | None) -> Tensor:
+    def _by_shape(
+        self, own: tuple[Tensor, Tensor], name: str, tensors: Container[str], shape: tuple[int, ...] | None
+    ) -> Tensor:
         """The second of two tensors of one name if the shape of what is stored is its; as transformers has it."""
         if own[0] == own[1] or shape is None:
             return own[0]

@@ -5,7 +5,7 @@ import json
 import reprlib
 from collections.abc import Callable, Iterable, Iterator, Set
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,9 @@ from jax.typing import DTypeLike
 
 from jgg.core.files import check_regular
 from jgg.core.quantized import QuantizedArray
+
+if TYPE_CHECKING:
+    from safetensors import safe_open
 
 DTYPES = "F64", "F32", "F16", "BF16"  # of weights, and of scales in FP8 folders, as safetensors names them
 _FLOAT8 = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2, "F8_E8M0": jnp.float8_e8m0fnu}
@@ -26,7 +29,7 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
 
 
-def read_object(path: Path) -> dict[str, Any]:
+def read_object(path: Path) -> dict[str, object]:
     """Reads a file that holds a JSON object."""
     check_regular(path)
     try:
@@ -49,7 +52,7 @@ def errors_with(path: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def opened(path: Path) -> Iterator["safe_open"]:
     """Opens a safetensors file; errors in opening it or in reading a tensor become errors that name the file."""
     from safetensors import SafetensorError, safe_open
 
@@ -76,7 +79,7 @@ def read_weight_map(index: Path) -> dict[str, str]:
     return files
 
 
-def read_tensor(file: Any, path: Path, name: str) -> np.ndarray:
+def read_tensor(file: "safe_open", path: Path, name: str) -> np.ndarray:
     """Reads a tensor of the safetensors file that `opened` opened at `path`."""
     dtype = file.get_slice(name).get_dtype()
     if dtype in _FLOAT8:

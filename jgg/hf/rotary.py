@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
@@ -158,7 +157,7 @@ def _factor(kind: str, given: dict[str, object]) -> float:
     return _as_positive("factor", _required(kind, given, "factor"))
 
 
-def _required(kind: str, given: dict[str, object], key: str) -> Any:
+def _required(kind: str, given: dict[str, object], key: str) -> object:
     """Takes a key out of `given`, where this kind of rotary embedding has no default for it."""
     check(key in given, f"rope_parameters of rope_type {kind!r} must have {key!r}, got {given}.")
     return given.pop(key)

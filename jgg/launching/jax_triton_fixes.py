@@ -66,10 +66,10 @@ class _GluonBackend(_Backend):
     """The CUDA backend with Gluon's passes in place of Triton's."""
 
     @staticmethod
-    def make_ttir(mod: Any, metadata: dict[str, Any], options: Any, capability: int) -> Any:
+    def make_ttir(mod: object, metadata: dict[str, object], options: object, capability: int) -> object:
         return mod
 
-    def make_ttgir(self, mod: Any, metadata: dict[str, Any], options: Any, capability: int) -> Any:
+    def make_ttgir(self, mod: object, metadata: dict[str, object], options: object, capability: int) -> object:
         return self.gluon_to_ttgir(mod, metadata, options, capability)
 
 
@@ -123,7 +123,7 @@ def _lower(ctx: Any, *arrays: Any, backend_options: Any, **params: Any) -> Any:
     )
 
 
-class _Outputs(list[Any]):
+class _Outputs(list[object]):
     """The types of a call's outputs; an index gives an output's TMA descriptor, if it has one, instead of its type.
 
     jax-triton indexes the outputs to pass them to the kernel, but iterates over their types to lower the call.
@@ -266,10 +266,10 @@ class _HostTensor:
     def stride(self) -> tuple[int, ...]:
         return self.array.strides
 
-    def new_empty(self, *_: Any, **__: Any) -> "_HostTensor":
+    def new_empty(self, *_: object, **__: object) -> "_HostTensor":
         return _HostTensor()
 
-    def set_(self, storage: "_HostTensor", *_: Any) -> None:
+    def set_(self, storage: "_HostTensor", *_: object) -> None:
         self.array = storage.array
 
     def copy_(self, storage: "_HostTensor") -> None:

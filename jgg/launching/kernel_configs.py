@@ -87,19 +87,19 @@ class _KernelConfig:
         return {"forward": problem.out_dtype, "dx": problem.dtype, "dw": problem.dw_dtype or problem.dtype}[cls.op]
 
     @classmethod
-    def of_tile(cls, tile: Tile, w_layout: str, **options: Any) -> Self:
+    def of_tile(cls, tile: Tile, w_layout: str, **options: object) -> Self:
         """A configuration with the given tile."""
-        blocks: dict[str, Any] = dict(zip(cls.blocks(w_layout), tile, strict=True))
-        return cls(**blocks, **options)
+        given: dict[str, Any] = {**dict(zip(cls.blocks(w_layout), tile, strict=True)), **options}
+        return cls(**given)
 
     def tile(self, w_layout: str) -> Tile:
         """The output tile and the step, as the fields block_m, block_n and block_k give them."""
         return Tile(*(getattr(self, block) for block in self.blocks(w_layout)))
 
-    def with_tile(self, tile: Tile, w_layout: str, **changes: Any) -> Self:
+    def with_tile(self, tile: Tile, w_layout: str, **changes: object) -> Self:
         """This configuration with another tile, and with the other changes."""
-        blocks: dict[str, Any] = dict(zip(self.blocks(w_layout), tile, strict=True))
-        return dataclasses.replace(self, **blocks, **changes)
+        given: dict[str, Any] = {**dict(zip(self.blocks(w_layout), tile, strict=True)), **changes}
+        return dataclasses.replace(self, **given)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -30,12 +30,17 @@ class Kernel(Protocol):
 
     __name__: str
     __module__: str
-    arg_names: Sequence[str]
+
+    @property
+    def arg_names(self) -> Sequence[str]:
+        """The names of its parameters."""
+        ...
 
     def __hash__(self) -> int: ...
 
     def is_gluon(self) -> bool:
         """Whether it is in Gluon."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,6 @@ import re
 import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -92,7 +91,7 @@ def _by_parameter(model: Decoder) -> of_hf.Adapter:
     return of_hf.Adapter(layers, others, settings)
 
 
-def _by_module(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
+def _by_module(model: Decoder) -> tuple[dict[str, object], dict[str, np.ndarray]]:
     """The settings and the tensors of an adapter that has modules alone, with one rank and one scale."""
     terms = list(_terms(model))
     rank = max((term.a.shape[-1] for *_, term in terms), default=1)
@@ -122,7 +121,7 @@ def _by_module(model: Decoder) -> tuple[dict[str, Any], dict[str, np.ndarray]]:
     return dict(new_settings("settings", settings, {"": (rank, scale)}).values), tensors
 
 
-def _settings(of_modules: dict[str, tuple[int, float]], of_experts: Sequence[tuple[int, float]]) -> dict[str, Any]:
+def _settings(of_modules: dict[str, tuple[int, float]], of_experts: Sequence[tuple[int, float]]) -> dict[str, object]:
     """The settings of modules and parameters with these ranks and alphas: r and lora_alpha are the commonest."""
     pairs = collections.Counter([*of_modules.values(), *of_experts])
     rank, alpha = max(pairs, key=pairs.__getitem__, default=(1, 1.0))

@@ -2,7 +2,6 @@
 
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +29,7 @@ from jgg.models.stacks import joined, merge_stack, new_stack, periods_of, rotati
 from jgg.models.token_arrays import as_choices, as_segments, as_tokens, as_weights, check_shape, runs_of
 from jgg.nnx import sow
 
-Caches = tuple[Any, ...]  # of each stack of the plan, in the form that its mixer gives it
+Caches = tuple[object, ...]  # of each stack of the plan, in the form that its mixer gives it
 
 
 class Decoder(nnx.Module):

@@ -6,7 +6,7 @@ run the same two programs, so that their bits are the same.
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,7 @@ from jgg.models.penalties import Occurrences, Penalties
 from jgg.models.placement import split_batch
 from jgg.models.prefill import Plan, prefill, run_layers
 from jgg.models.sampling import Sampling, draw, of_samples
+from jgg.models.stacks import State as ModelState
 
 
 class Request(NamedTuple):
@@ -77,7 +78,7 @@ class State(NamedTuple):
     record: Record | None
 
 
-def split_model(model: Decoder) -> tuple[nnx.GraphDef[Decoder], Any]:
+def split_model(model: Decoder) -> tuple[nnx.GraphDef[Decoder], ModelState]:
     """The model as the programs take it: its own arrays, and the forms of experts that make forward passes faster."""
     split = nnx.split(model)
     if model.options.batch_invariant:
@@ -88,7 +89,9 @@ def split_model(model: Decoder) -> tuple[nnx.GraphDef[Decoder], Any]:
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="plan")
-def start(graphdef: nnx.GraphDef[Decoder], state: Any, prompts: jax.Array, request: Request, *, plan: Plan) -> State:
+def start(
+    graphdef: nnx.GraphDef[Decoder], state: ModelState, prompts: jax.Array, request: Request, *, plan: Plan
+) -> State:
     """The state with the first new token of each row.
 
     Args:
@@ -108,7 +111,7 @@ def start(graphdef: nnx.GraphDef[Decoder], state: Any, prompts: jax.Array, reque
 @functools.partial(jax.jit, static_argnums=0, static_argnames="plan", donate_argnames="before")
 def advance(
     graphdef: nnx.GraphDef[Decoder],
-    state: Any,
+    state: ModelState,
     before: State,
     request: Request,
     ended: jax.Array,

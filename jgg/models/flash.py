@@ -160,7 +160,7 @@ def _sinks_gradient(sinks: jax.Array, y: jax.Array, log_sums: jax.Array, dy: jax
     return -jnp.sum(jnp.exp(sinks[None, None] - log_sums) * products, axis=(0, 1))
 
 
-def _others(q: jax.Array, bias: jax.Array | None, scale: float) -> tuple[list[jax.Array], dict[str, Any]]:
+def _others(q: jax.Array, bias: jax.Array | None, scale: float) -> tuple[list[jax.Array], dict[str, object]]:
     """What both primitives take beside q, k and v: arrays by place, options by name."""
     unused = jnp.zeros(0, q.dtype)
     options = {

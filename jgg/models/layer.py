@@ -37,26 +37,26 @@ def saved_names(options: Options) -> tuple[str, ...]:
     return x, *of_experts
 
 
-class Mixer(Protocol):
+class Mixer[Own: MixerConfig, Cache](Protocol):
     """The part of a layer in which tokens of a sequence see each other. A cache keeps what decoding needs of them."""
 
     options: Options
 
-    def __init__(self, config: ModelConfig, own: Any, options: Options, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: ModelConfig, own: Own, options: Options, rngs: nnx.Rngs) -> None:
         """A mixer of a model with this config, of which `own` has the mixer's sizes and options."""
         ...
 
-    def __call__(self, x: jax.Array, place: Place, cache: Any) -> tuple[jax.Array, Any]:
+    def __call__(self, x: jax.Array, place: Place, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
         """Maps x [B, S, H] to the same shape; with a cache, also returns it with what the tokens add to it."""
         ...
 
     @staticmethod
-    def empty_cache(own: Any, layers: int, batch: int, positions: int, dtype: DTypeLike) -> Any:
+    def empty_cache(own: Own, layers: int, batch: int, positions: int, dtype: DTypeLike) -> Cache:
         """The cache of stacked layers before the first token: arrays [layers, B, ...]."""
         ...
 
 
-MIXERS: dict[str, type[Mixer]] = {"attention": Attention, "delta": Delta, "latent": Latent}
+MIXERS: dict[str, type[Mixer[Any, Any]]] = {"attention": Attention, "delta": Delta, "latent": Latent}
 
 
 class Layer(nnx.Module):
@@ -85,7 +85,7 @@ class Layer(nnx.Module):
         else:
             self.moe = _new_experts(config, options, rngs)
 
-    def __call__(self, x: jax.Array, place: Place, cache: Any) -> tuple[jax.Array, Any]:
+    def __call__[Cache](self, x: jax.Array, place: Place, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
         """Maps x [B, S, H] to the same shape; returns the mixer's cache with what the layer adds to it, or None."""
         generates, options = cache is not None, self.options
         before_experts = map_method(Layer._before_experts, options.mapped, besides="moe")
@@ -102,10 +102,12 @@ class Layer(nnx.Module):
         options: Options = getattr(self, self.mixer).options
         return options
 
-    def _before_experts(self, x: jax.Array, place: Place, cache: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
+    def _before_experts[Cache](
+        self, x: jax.Array, place: Place, cache: Cache | None
+    ) -> tuple[tuple[jax.Array, jax.Array], Cache | None]:
         """x with what the mixer adds, and its norm, which experts take; in a dense layer what the MLP makes of that."""
         config = self.config
-        mixer: Mixer = getattr(self, self.mixer)
+        mixer: Mixer[MixerConfig, Cache] = getattr(self, self.mixer)
         norms = config.norm_epsilon, self.options.dense_implementation
         x, normalized = norm_beside(x, config.norm_scale(self.attention_norm[...]), *norms)
         mixed, cache = mixer(normalized, place, cache)

@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import jax.numpy as jnp
 import numpy as np
@@ -86,7 +86,7 @@ class Copies:
     """
 
     def __init__(
-        self, left_out: LeftOut | None, read: Mapping[str, Any], written: Mapping[str, Any], dtype: jnp.dtype
+        self, left_out: LeftOut | None, read: Mapping[str, object], written: Mapping[str, object], dtype: jnp.dtype
     ) -> None:
         self._names: list[str] = []
         self._dtype, self._dequantized = dtype, set[str]()

@@ -7,7 +7,6 @@ import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Set
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -216,13 +215,13 @@ class _Reader:
             found = [part for name in found for part in self.quantized.stored_names(name)]
         return LeftOut.of(self.checkpoint.path, found)
 
-    def ends(self) -> Iterator[tuple[str, jax.Array]]:
+    def ends(self) -> Iterator[tuple[str, jax.Array | QuantizedArray]]:
         """Yields the parameters beside the layers."""
         for name, tensor in ends(self.model, self.tensors):
             shape = getattr(self.model, name).shape
             yield name, self._placed(name, tensor.filled("", shape, self.tensors.__getitem__))
 
-    def layer(self, stack: Stack, number: int) -> Iterator[tuple[str, Any]]:
+    def layer(self, stack: Stack, number: int) -> Iterator[tuple[str, jax.Array | QuantizedArray]]:
         """Yields a layer's parameters, each as it is read, by the names of the stack's variables."""
         of_layer, block = stack.tensors, stack.family.layer_name(number)
         for name, variable in stack.variables.items():
@@ -234,7 +233,7 @@ class _Reader:
             for name, param in read_params(self.model.config.hf, self.checkpoint, number, keeps):
                 yield f"moe.{name}", self._placed(f"moe.{name}", param)
 
-    def _placed(self, name: str, value: Any) -> Any:
+    def _placed(self, name: str, value: np.ndarray | QuantizedArray) -> jax.Array | QuantizedArray:
         """A parameter on its devices, in the dtype that `load` says."""
         own, sharding = name.rpartition(".")[2], self.model.options.sharding
         if not isinstance(value, QuantizedArray):
@@ -257,7 +256,7 @@ class _Reader:
 def _fill(stack: Stack, reader: _Reader, advance: Callable[[], None]) -> None:
     """Reads the stacked layers' parameters, layer after layer."""
     sharding = reader.model.options.sharding
-    stacked: dict[str, Any] = {}
+    stacked: dict[str, jax.Array | QuantizedArray] = {}
     count = stack.plan.count
     for index, number in enumerate(stack.plan.numbers):
         for name, value in reader.layer(stack, number):
@@ -277,7 +276,7 @@ def _fill(stack: Stack, reader: _Reader, advance: Callable[[], None]) -> None:
             getattr(module, own).set_value(value)
 
 
-def _check_dtypes(name: str, stacked: Any, layer: Any, number: int) -> None:
+def _check_dtypes(name: str, stacked: object, layer: object, number: int) -> None:
     is_alike = isinstance(stacked, QuantizedArray) == isinstance(layer, QuantizedArray)
     what = f"{name} of layer {number} must be quantized, or not, as it is in its first layer"
     check(is_alike, f"{what}: load the model with experts='dense' or a jgg.Fp8.")
@@ -289,7 +288,9 @@ def _check_dtypes(name: str, stacked: Any, layer: Any, number: int) -> None:
 
 
 @functools.partial(jax.jit, donate_argnums=0, static_argnames=("count", "where"))
-def _with_layer(stacked: Any, layer: Any, index: int, *, count: int, where: jax.NamedSharding | None) -> Any:
+def _with_layer[Arrays](
+    stacked: Arrays | None, layer: Arrays, index: int, *, count: int, where: jax.NamedSharding | None
+) -> Arrays:
     """Arrays of `count` layers with a layer's at an index; in place, as the memory of `stacked` is used again.
 
     If `stacked` is None, the arrays are new, and no device has more than its part of them.

@@ -10,6 +10,7 @@ from flax import nnx
 
 from jgg.models.decoder import Caches, Decoder
 from jgg.models.placement import split_batch
+from jgg.models.stacks import State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def prefill(
 
 def _run_chunk(
     graphdef: nnx.GraphDef[Decoder],
-    state: Any,
+    state: State,
     lengths: jax.Array,
     plan: Plan,
     done: _Prefilled,

@@ -1,7 +1,7 @@
 """Rotary position embeddings: of queries and keys in one kernel on a GPU, norms of their heads included."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,13 +82,13 @@ def _differentiable(options: _Options, operands: Rotary) -> Rotated:
     return _forward(options, operands)[0]
 
 
-def _forward(options: _Options, operands: Rotary) -> tuple[Rotated, tuple[Any, ...]]:
+def _forward(options: _Options, operands: Rotary) -> tuple[Rotated, tuple[jax.Array | None, ...]]:
     # a rotation alone is linear
     kept = (None, None, *operands[2:]) if operands.q_scale is None else tuple(operands)
     return ROTARY(options.how, operands, **options.parameters), kept
 
 
-def _backward(options: _Options, kept: tuple[Any, ...], gradients: Rotated) -> tuple[tuple[Any, ...]]:
+def _backward(options: _Options, kept: tuple[jax.Array | None, ...], gradients: Rotated) -> tuple[Rotary]:
     operands = RotaryBackward._make((*kept, *gradients))
     dq, dk, *d_scales = ROTARY_BACKWARD(options.how, operands, **options.parameters)
     scales = [operands.q_scale, operands.k_scale]

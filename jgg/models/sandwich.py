@@ -1,6 +1,6 @@
 """`SandwichLayer`: a layer with norms around each of its parts, and a dense MLP beside the experts, as in Gemma 4."""
 
-from typing import Any, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -71,7 +71,7 @@ class SandwichLayer(Layer):
         self.mlp = Mlp(config, options, rngs)
         self.scale = Frozen(jnp.ones(1, options.param_dtype))
 
-    def __call__(self, x: jax.Array, place: Place, cache: Any) -> tuple[jax.Array, Any]:
+    def __call__[Cache](self, x: jax.Array, place: Place, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
         """Maps x [B, S, H] to the same shape; returns the mixer's cache with what the layer adds to it, or None."""
         generates, mapped = cache is not None, self.options.mapped
         branches, cache = map_method(SandwichLayer._branches, mapped, besides="moe")(self, x, place, cache)
@@ -79,9 +79,9 @@ class SandwichLayer(Layer):
         y = checkpoint_name(y, EXPERTS)
         return map_method(SandwichLayer._joined, mapped, besides="moe")(self, branches, y, None)[0], cache
 
-    def _branches(self, x: jax.Array, place: Place, cache: Any) -> tuple[_Branches, Any]:
+    def _branches[Cache](self, x: jax.Array, place: Place, cache: Cache | None) -> tuple[_Branches, Cache | None]:
         """All before the experts, and the mixer's cache."""
-        mixer: Mixer = getattr(self, self.mixer)
+        mixer: Mixer[MixerConfig, Cache] = getattr(self, self.mixer)
         norms = self.config.norm_epsilon, self.options.dense_implementation
         x, normalized = norm_beside(x, self.attention_norm[...], *norms)
         mixed, cache = mixer(normalized, place, cache)

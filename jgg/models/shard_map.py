@@ -4,7 +4,6 @@ Experts are no such part: `jgg.nnx.MoE` has a `jax.shard_map` of its own, in whi
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from flax import nnx
@@ -32,9 +31,9 @@ def map_sequences[Result](
     return result
 
 
-def map_method[Result](
-    method: Callable[..., tuple[Result, object]], sharding: MoESharding | None, *, besides: str
-) -> Callable[..., tuple[Result, object]]:
+def map_method[Result, Cache](
+    method: Callable[..., tuple[Result, Cache]], sharding: MoESharding | None, *, besides: str
+) -> Callable[..., tuple[Result, Cache]]:
     """`method(module, *arrays, cache)`, as `map_sequences` does it, with the module's parameters whole.
 
     The cache is None, or a pytree of arrays [layers, B, ...], as the method returns it too, as its second result.
@@ -45,10 +44,10 @@ def map_method[Result](
     if sharding is None:
         return method
 
-    def on_devices(module: nnx.Module, *arrays: object) -> tuple[Result, object]:
+    def on_devices(module: nnx.Module, *arrays: object) -> tuple[Result, Cache]:
         graphdef, state, *others = nnx.split(module, lambda path, _: besides not in path, ...)
 
-        def function(state: Any, arrays: tuple[object, ...], cache: object) -> tuple[Result, object]:
+        def function(state: object, arrays: tuple[object, ...], cache: object) -> tuple[Result, Cache]:
             return method(nnx.merge(graphdef, state, *others), *arrays, cache)
 
         return _mapped(function, sharding, state, arrays[:-1], arrays[-1])
@@ -56,13 +55,13 @@ def map_method[Result](
     return on_devices
 
 
-def _mapped[Result](
-    function: Callable[..., tuple[Result, object]],
+def _mapped[Result, Cache](
+    function: Callable[..., tuple[Result, Cache]],
     sharding: MoESharding,
     whole: object,
     arrays: tuple[object, ...],
     cache: object,
-) -> tuple[Result, object]:
+) -> tuple[Result, Cache]:
     """`function(whole, arrays, cache)`, whose two results are of sequences and a cache, in `jax.shard_map`."""
     leaves, structure = jax.tree.flatten(arrays)
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
@@ -70,7 +69,7 @@ def _mapped[Result](
     tokens, batch = sharding.token_spec, own[0].shape[0]
     of_cache = P(None, *tokens)
 
-    def on_device(whole: object, own: list[jax.Array], cache: object) -> tuple[Result, object]:
+    def on_device(whole: object, own: list[jax.Array], cache: object) -> tuple[Result, Cache]:
         parts = iter(own)
         given = [next(parts) if array else leaf for leaf, array in zip(leaves, is_array, strict=True)]
         return function(whole, jax.tree.unflatten(structure, given), cache)

@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +36,7 @@ def new_stack(plan: StackPlan, config: ModelConfig, options: Options, rngs: nnx.
 
 
 type Rotations = Mapping[RotaryConfig | None, Rotation]
-type State = nnx.State[Any, Any]
+type State = nnx.State[Hashable, object]
 type Sown = dict[str, jax.Array]  # what experts sowed, stacked
 type Cache = Any  # as a mixer has it
 type Caches = dict[str, Cache]  # by the stacks' names
@@ -233,7 +233,9 @@ def _taken_of_floats(offset: int, own: jax.Array, whole: jax.Array, index: jax.A
 
 
 @_taken_of_floats.defjvp
-def _taken_jvp(offset: int, primals: tuple[Any, ...], tangents: tuple[Any, ...]) -> tuple[jax.Array, jax.Array]:
+def _taken_jvp(
+    offset: int, primals: tuple[jax.Array, ...], tangents: tuple[jax.Array, ...]
+) -> tuple[jax.Array, jax.Array]:
     _, whole, index = primals
     return jax.lax.dynamic_index_in_dim(whole, index, keepdims=False), tangents[0][offset]
 

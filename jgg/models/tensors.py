@@ -1,7 +1,7 @@
 """The tensors of a whole model in a Hugging Face folder: their names, shapes and places in a `Decoder`."""
 
 from collections.abc import Container, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 from flax import nnx
@@ -96,11 +96,11 @@ def matrices(model: Decoder) -> Iterator[Matrix]:
                 yield Matrix(stack, target, name, modules)
 
 
-def module_of(module: nnx.Module, path: Iterable[Any]) -> Any:
+def module_of(module: nnx.Module, path: Iterable[object]) -> nnx.Module:
     """The module that the last name of a variable's path is in."""
     *modules, _ = path
     for name in modules:
-        module = getattr(module, name)
+        module = getattr(module, str(name))
     return module
 
 

@@ -96,7 +96,8 @@ class Operation[Results]:
         self.several: Callable[..., Results] = several or (
             lambda how, operands, **parameters: plain(operands, **parameters)
         )
-        merge_batch = functools.partial(batching.RULES[vmap], self) if vmap in batching.RULES else vmap
+        rule = None if callable(vmap) else batching.RULES.get(vmap)
+        merge_batch = vmap if rule is None else functools.partial(rule, self)
         on_device, self._bind = define_partitioned(
             name,
             self._note_and_type,

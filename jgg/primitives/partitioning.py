@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import ClosedJaxpr, Primitive
+from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
 from jgg.core.manual_axes import alike
@@ -172,7 +172,7 @@ def _without_needs_devices[Result](rule: Callable[..., Result]) -> Callable[...,
 
 
 @functools.cache
-def _needs_devices() -> ClosedJaxpr:
+def _needs_devices() -> Hashable:
     """A program that uses custom_partitioning; as a parameter of a primitive it makes JAX lower that for its devices.
 
     The primitive's lowering uses custom_partitioning too, but JAX decides before it lowers, by the parameters alone.

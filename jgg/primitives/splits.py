@@ -52,13 +52,13 @@ class Split(NamedTuple):
         return self.shape[axis] % self.ways[axis] == 0
 
 
-def _starts(sharding: jax.sharding.Sharding, num_axes: int) -> list[dict[jax.Device, int]]:
+def _starts(sharding: jax.sharding.Sharding, num_axes: int) -> list[dict[object, int]]:
     """For each axis of an array as long as there are devices, where each device's part starts."""
     indices = sharding.devices_indices_map((len(sharding.device_set),) * num_axes)
     return [{device: own[axis].start or 0 for device, own in indices.items()} for axis in range(num_axes)]
 
 
-def _names_of(starts: dict[jax.Device, int], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Names | None:
+def _names_of(starts: dict[object, int], mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh) -> Names | None:
     """The mesh axes, major first, that split an axis whose parts start at `starts`; None if no whole axes do."""
     if isinstance(mesh, jax.sharding.AbstractMesh) or mesh.empty or starts.keys() != set(mesh.devices.flat):
         return None

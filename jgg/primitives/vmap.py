@@ -58,7 +58,7 @@ class Batch:
     group: jax.Array
 
     @classmethod
-    def of(cls, problem: GroupedGemmProblem, operands: Any, batched: Any, *rows: str) -> "Batch | None":
+    def of(cls, problem: GroupedGemmProblem, operands: NamedTuple, batched: NamedTuple, *rows: str) -> "Batch | None":
         """The batch of a product's operands; None if one product for all would be too large or copy one of `rows`."""
         size = batch_size(operands, batched)
         if 0 in (size, problem.num_rows) or size * problem.num_rows > MAX_ROWS or problem.is_empty:
@@ -152,7 +152,9 @@ class Batch:
         return jax.tree.map(lambda result: result.reshape(self.size, -1, *result.shape[1:]), results)
 
 
-def more_groups[Results](compute: Callable[..., Results], batch: Batch, operands: Any, batched: Any) -> Results:
+def more_groups[Results](
+    compute: Callable[..., Results], batch: Batch, operands: NamedTuple, batched: NamedTuple
+) -> Results:
     """The results of one product of B * E groups and all rows; `compute` takes operands and a problem.
 
     Each problem must have its own of all large operands. Rows of no group may lie between the groups of two problems;
@@ -160,14 +162,15 @@ def more_groups[Results](compute: Callable[..., Results], batch: Batch, operands
     """
     problem = batch.problem.repeated(batch.size, groups=batch.size)
     merged = {name: flat(array) for name, array in operands._asdict().items() if name not in _OF_GROUPS}
-    if getattr(operands, "bias", None) is not None:
-        merged["bias"] = flat(for_each(operands.bias, batched.bias, batch.size))
+    bias, has_own = (getattr(each, "bias", None) for each in (operands, batched))
+    if bias is not None:
+        merged["bias"] = flat(for_each(bias, has_own, batch.size))
     merged |= {"bounds": batch.offset_bounds(), "gather_indices": batch.positions_in_groups()}
-    return compute(type(operands)(**merged, topk_weights=batch.topk_weights), problem=problem)
+    return compute(operands._replace(**merged, topk_weights=batch.topk_weights), problem=problem)
 
 
 def by_rows[Results](
-    operation: "Operation[Results]", how: How, operands: Any, batched: Any, **parameters: Hashable
+    operation: "Operation[Results]", how: How, operands: NamedTuple, batched: NamedTuple, **parameters: Hashable
 ) -> Results | None:
     """The results of one operation on all problems' rows; None where that would copy an operand, or it quantizes."""
     size, rows = batch_size(operands, batched), 0
@@ -178,15 +181,15 @@ def by_rows[Results](
         if array is None or name in operation.shared:
             merged[name] = array
         elif is_own or math.prod(array.shape[1:]) == 1:  # one number a row is repeated
-            merged[name] = of_rows = flat(for_each(array, is_own, size))
-            rows = of_rows.shape[0]
+            of_rows = for_each(array, is_own, size)
+            merged[name], rows = flat(of_rows), size * of_rows.shape[1]
         else:
             return None
-    results = operation.result_types(type(operands)(**merged), **parameters)
+    results = operation.result_types(operands._replace(**merged), **parameters)
     is_large = not jax.export.is_symbolic_dim(rows) and rows > MAX_ROWS
     if is_large or any(map(is_quantized, jax.tree.leaves(results, is_leaf=is_quantized))):
         return None
-    results = operation(how, type(operands)(**merged), **parameters)
+    results = operation(how, operands._replace(**merged), **parameters)
     return jax.tree.map(lambda result: result.reshape(size, rows // size, *result.shape[1:]), results)
 
 
@@ -211,7 +214,7 @@ def by_groups[Results](
 
 
 def by_axis[Results](
-    operation: "Operation[Results]", how: How, operands: Any, batched: Any, **parameters: Hashable
+    operation: "Operation[Results]", how: How, operands: NamedTuple, batched: NamedTuple, **parameters: Hashable
 ) -> Results | None:
     """The results of one operation on arrays with one more leading axis; None unless all have it but the shared."""
     pairs = batched._asdict().items()
@@ -220,7 +223,7 @@ def by_axis[Results](
 
 
 def by_parts[Results](
-    operation: "Operation[Results]", how: How, operands: Any, batched: Any, **parameters: Hashable
+    operation: "Operation[Results]", how: How, operands: NamedTuple, batched: NamedTuple, **parameters: Hashable
 ) -> Results:
     """The results of vmap over the operations that `several` devices compute; where a loop would copy caches."""
     axes = jax.tree.map(lambda is_own: 0 if is_own else None, batched)

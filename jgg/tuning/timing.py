@@ -267,9 +267,9 @@ def _time(program, arrays):
     return median_seconds(lambda: program(arrays), REPEATS)
 
 
-def median_seconds[Result](call: Callable[[], Result], repeats: int) -> tuple[float, Result]:
+def median_seconds(call: Callable[[], object], repeats: int) -> tuple[float, Any]:
     """Makes `repeats` calls; returns the median of their times on the device, in seconds, and the last result."""
-    seconds = []
+    seconds, result = [], None
     for _ in range(repeats):
         start = time.perf_counter()
         result = jax.block_until_ready(call())

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -72,7 +72,7 @@ def gemm(
     out_features,
     num_experts,
     topk=1,
-    dtype="bfloat16",
+    dtype: Any = "bfloat16",
     w_layout="enk",
     permute_x=False,
     permute_y=False,

@@ -68,6 +68,6 @@ class Tasks:
         return Results("\n".join(tables), {key: found[key] for key in _KEYS if key in found})
 
 
-def _no_git() -> contextlib.AbstractContextManager[Any]:
+def _no_git() -> contextlib.AbstractContextManager[object]:
     """Keeps lm-eval from running git, which prints "fatal: ..." where the working folder is in no repository."""
     return mock.patch.object(lm_eval.evaluator, "get_git_commit_hash", lambda: None, create=True)

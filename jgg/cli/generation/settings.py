@@ -75,7 +75,7 @@ def settings_of(args: argparse.Namespace, folder: Path) -> Settings:
     )
 
 
-def _number(content: dict[str, Any], name: str, path: Path) -> Any:
+def _number(content: dict[str, object], name: str, path: Path) -> object:
     """A number of the file, or transformers' default."""
     key, value, where = _KEYS[name], content.get(name), f"{name} of {path}"
     if value is None:

@@ -1,7 +1,6 @@
 """The Gemma models."""
 
 from collections.abc import Mapping
-from typing import Any
 
 from jgg.core.arguments import check, check_instance
 from jgg.core.mixers import AttentionConfig
@@ -58,7 +57,7 @@ def _mixers(settings: Settings) -> tuple[AttentionConfig, ...]:
     numbers = range(settings.int("num_hidden_layers"))
     usual = [_SLIDING if (number + 1) % _PERIOD else _FULL for number in numbers]
     types = [*read_layer_types(settings, [_SLIDING, _FULL], usual)[:-1], _FULL]
-    own, known = _of_layers(settings, types), dict[Any, AttentionConfig]()
+    own, known = _of_layers(settings, types), dict[object, AttentionConfig]()
     mixers = []
     for number in numbers:
         of_layer = own.get(number, {})

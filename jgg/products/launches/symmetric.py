@@ -1,6 +1,7 @@
 """Launches the kernels of a symmetric product: the one of every GPU and the warp-specialized one."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -154,7 +155,7 @@ def _tiles(problem: GroupedGemmProblem, config: KernelConfigForward) -> dict[str
     return {"row_tiles": jnp.asarray(row_tiles), "column_tiles": jnp.asarray(column_tiles)}
 
 
-def _flops(problem: GroupedGemmProblem, config: KernelConfigForward, tiles: dict[str, jax.Array]) -> dict[str, int]:
+def _flops(problem: GroupedGemmProblem, config: KernelConfigForward, tiles: dict[str, jax.Array]) -> dict[str, Any]:
     """The floating-point operations of the tiles that are computed, as a field of a `Launch`."""
     rows, columns, _ = config.tile(problem.w_layout)
     elements = problem.num_experts * len(tiles["row_tiles"]) * rows * columns
