@@ -1,5 +1,6 @@
 """Experts, their features and tokens split over the devices of a mesh; `import jgg.sharding`."""
 
+import functools
 from collections.abc import Mapping
 from typing import NamedTuple
 
@@ -82,14 +83,9 @@ def sharded_moe_mlp(
     given = activation, interleaved, w_layout, precision, quantization, implementation, residual_names
     options = MlpOptions.checked(*given)
     weights = expert_weights(w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down, w_layout)
-    x, topk_weights, topk_indices = _checked(x, weights, topk_weights, topk_indices, sharding, options, gathers=False)
-
-    def on_device(arrays: _Arrays) -> tuple[jax.Array, jax.Array]:
-        own = ExpertWeights(arrays.w_gate_up, arrays.w_down, arrays.b_gate_up, arrays.b_down)
-        return compute_mlp_on_device(arrays.x, own, arrays.topk_weights, arrays.topk_indices, sharding, options)
-
-    arrays, specs = _Arrays(x, topk_weights, topk_indices, *weights), sharding.weight_specs(w_layout)
-    return map_tokens(on_device, sharding, arrays, specs, (sharding.token_spec, P()))
+    arrays = _checked(x, weights, topk_weights, topk_indices, sharding, options, gathers=False)
+    on_device = functools.partial(_on_device, sharding, options)
+    return map_tokens(on_device, sharding, arrays, sharding.weight_specs(w_layout), (sharding.token_spec, P()))
 
 
 class _Arrays(NamedTuple):
@@ -139,8 +135,13 @@ def moe_mlp_on_device(
     given = activation, interleaved, w_layout, precision, quantization, implementation, residual_names
     options = MlpOptions.checked(*given)
     weights = expert_weights(w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down, w_layout)
-    x, topk_weights, topk_indices = _checked(x, weights, topk_weights, topk_indices, sharding, options, gathers=True)
-    return compute_mlp_on_device(x, weights, topk_weights, topk_indices, sharding, options)
+    arrays = _checked(x, weights, topk_weights, topk_indices, sharding, options, gathers=True)
+    return _on_device(sharding, options, arrays)
+
+
+def _on_device(sharding: MoESharding, options: MlpOptions, arrays: _Arrays) -> tuple[jax.Array, jax.Array]:
+    own, choices = ExpertWeights(*arrays[3:]), (arrays.topk_weights, arrays.topk_indices)
+    return compute_mlp_on_device(arrays.x, own, *choices, sharding, options)
 
 
 def _checked(
@@ -152,8 +153,8 @@ def _checked(
     options: MlpOptions,
     *,
     gathers: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The tokens and their choices as arrays; raises where they and the weights disagree.
+) -> _Arrays:
+    """The tokens, their choices and the weights as arrays; raises where they disagree.
 
     Args:
       gathers: whether these are one device's arrays, whose weights are gathered before they are multiplied.
@@ -166,7 +167,7 @@ def _checked(
     check_shapes(x, _gathered_types(weights, sharding, options) if gathers else weights, options)
     check_choices(x, topk_weights, topk_indices)
     check_interleaved(options.interleaved, options.activation, sharding)
-    return x, topk_weights, topk_indices
+    return _Arrays(x, topk_weights, topk_indices, *weights)
 
 
 def _gathered_types(weights: ExpertWeights, sharding: MoESharding, options: MlpOptions) -> ExpertWeights:
