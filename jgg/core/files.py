@@ -58,6 +58,11 @@ def share_as_usual(path: Path) -> None:
     path.chmod(mode)
 
 
+def own_opener(name: str, flags: int) -> int:
+    """Opens a file for `open`, follows no symbolic link, and waits for nobody at a pipe."""
+    return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode=0o666)
+
+
 def read_own_text(path: Path) -> str:
     """The text, in UTF-8, of a file that no other user can have written.
 
@@ -65,11 +70,7 @@ def read_own_text(path: Path) -> str:
       PermissionError: the file belongs to a user other than this one and root, or others may write to it.
       OSError: the file cannot be read, or is a symbolic link.
     """
-
-    def opener(name: str, flags: int) -> int:
-        return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK)
-
-    with open(path, encoding="utf-8", opener=opener) as file:
+    with open(path, encoding="utf-8", opener=own_opener) as file:
         status = os.fstat(file.fileno())  # of the open file: the name may be another file's by now
         if status.st_uid not in (0, os.geteuid()):
             raise PermissionError(f"{path} belongs to another user, of id {status.st_uid}")
@@ -88,8 +89,7 @@ def locked(path: Path) -> Iterator[None]:
         try:
             import fcntl  # not everywhere
 
-            opener = functools.partial(os.open, mode=0o666)
-            lock = stack.enter_context(open(path.with_name(f".{path.name}.lock"), "a", opener=opener))
+            lock = stack.enter_context(open(path.with_name(f".{path.name}.lock"), "a", opener=own_opener))
             fcntl.flock(lock, fcntl.LOCK_EX)
         except (ImportError, OSError) as error:
             warn_once(f"{path} is written without a lock, so let one process at a time do it: {error}")

@@ -68,7 +68,7 @@ def opened(folder: str | os.PathLike[str] | None) -> Iterator[ocp.CheckpointMana
         path.mkdir(parents=True, exist_ok=True)
     with folder_lock(path) as other:
         if other is not None:
-            raise TrainingError(f"checkpoints must be a folder that no other run uses, got {path}: {other} uses it")
+            raise TrainingError(f"checkpoints must be a folder that no other run uses, got {path}: {other}")
         with _writing(path):
             manager = ocp.CheckpointManager(path, options=ocp.CheckpointManagerOptions(max_to_keep=2))
         try:

@@ -1,7 +1,6 @@
 """Keeps a folder for one run, with a lock of the system that ends with the process that holds it."""
 
 import contextlib
-import functools
 import os
 import socket
 import time
@@ -14,16 +13,19 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
-from jgg.core.files import warn_once
+from jgg.core.files import own_opener, warn_once
+
+_OWN = "process "  # that a .lock of jgg's begins with
 
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[str | None]:
-    """Holds a folder for this run; yields what holds it already, or None.
+    """Holds a folder for this run; yields why it cannot, such as "process 7 on a since noon uses it", or None.
 
     The lock is of the open file .lock in the folder, so that it ends with the process, however that ends. Of several
     connected processes the first has it. Where files cannot be locked, as on some network file systems, it warns once
-    and goes on without a lock.
+    and goes on without a lock. A .lock that is a link or has other content stays
+    as it is.
     """
     with contextlib.ExitStack() as stack:
         other = None
@@ -31,28 +33,32 @@ def folder_lock(folder: Path) -> Iterator[str | None]:
             other = _taken(folder / ".lock", stack)
         if jax.process_count() > 1:  # one that went on would wait for the others
             is_held = multihost_utils.broadcast_one_to_all(np.int32(other is not None))
-            other = other or ("another run" if is_held else None)
+            other = other or ("another run uses it" if is_held else None)
         yield other
 
 
 def _taken(path: Path, stack: contextlib.ExitStack) -> str | None:
-    """Locks a file until the stack is left; returns what its holder wrote into it if it is locked already."""
+    """Locks a file until the stack is left; returns why it cannot, with what its holder wrote into it."""
     try:
         import fcntl  # not everywhere
 
-        opener = functools.partial(os.open, mode=0o666)
-        file = stack.enter_context(open(path, "a+", encoding="utf-8", opener=opener))  # noqa: SIM115
+        file = stack.enter_context(open(path, "a+", encoding="utf-8", errors="replace", opener=own_opener))  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
-            return file.read().strip() or "another run"
+            return f"{file.readline().strip() or 'another run'} uses it"
+        file.seek(0)
+        if not _OWN.startswith(file.read(len(_OWN))):
+            return "its .lock is another program's"
     except (ImportError, OSError) as error:
+        if path.is_symlink():
+            return "its .lock is a link"
         warn_once(f"{path.parent} is used without a lock, so let one run at a time use it: {error}")
         return None
     _close_in_children(file)
     file.truncate(0)
-    file.write(f"process {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
+    file.write(f"{_OWN}{os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S %z')}\n")
     file.flush()
     return None
 

@@ -1,5 +1,6 @@
 """Checkpoints of `jgg.train.Trainer`: damage, other dtypes, runs in one folder, and the time that they take."""
 
+import os
 import random
 import time
 
@@ -150,6 +151,16 @@ def test_without_locks_of_the_system_it_warns_and_goes_on(tmp_path, caplog):
     (tmp_path / ".lock").mkdir()  # cannot be opened
     assert len(list(trainer().fit(batch_of, 1, checkpoints=tmp_path))) == 1
     assert f"{tmp_path} is used without a lock" in caplog.text
+
+
+@pytest.mark.parametrize(("link", "kind"), [(os.symlink, "a link"), (os.link, "another program's")])
+def test_a_lock_does_not_empty_another_file(link, kind, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "own").write_bytes(b"own\xff\n")
+    link(tmp_path / "own", tmp_path / "run/.lock")
+    with pytest.raises(TrainingError, match=rf"got .*/run: its \.lock is {kind}$"):
+        list(trainer().fit(batch_of, 1, checkpoints=tmp_path / "run"))
+    assert (tmp_path / "own").read_bytes() == b"own\xff\n"
 
 
 @pytest.mark.parametrize("every", [(), (1,), (4,)])
