@@ -5,7 +5,8 @@ import errno
 import os
 import shutil
 import weakref
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import orbax.checkpoint as ocp
 from jgg.core.arguments import as_path, check
 from jgg.train.digests import digests_of
 from jgg.train.locks import folder_lock
-from jgg.train.state import is_key
+from jgg.train.state import is_key, unescaped
 
 Arrays = Mapping[str, jax.Array]  # by their names
 
@@ -129,18 +130,29 @@ def restored(manager: ocp.CheckpointManager, step: int, arrays: Arrays) -> dict[
         about = content.about
         saved, frozen = about["saved"], about["frozen"]
         types = {name: str(own) for name, (own, _) in (saved | frozen).items()}
+        names = _names_in(types, arrays)
+        arrays = {names[name]: array for name, array in arrays.items()}
         _check_same(types, {name: _type_of(array) for name, array in arrays.items()})
         found = _read(manager, step, {name: arrays[name] for name in saved})
         for name, digest in digests_of({name: _plain(array) for name, array in found.items()}).items():
             check(digest == saved[name][1], f"{name} has other values than were saved")
         for name, digest in digests_of({name: arrays[name] for name in frozen}).items():
             check(digest == frozen[name][1], f"{name}, which is not trained, has other values than in that run")
-        return found
+        return {name: found[own] for name, own in names.items() if own in found}
     except Exception as error:  # of any type, for files that are damaged
         text = " ".join(str(error).split())[:200]
         earlier = max((each for each in manager.all_steps() if each < step), default=None)
         advice = f"; if it is damaged, delete or move it and run again to go on from step {earlier}" if earlier else ""
         raise TrainingError(f"checkpoints must have steps of this model, got {folder}: {text}{advice}") from error
+
+
+def _names_in(there: Collection[str], here: Collection[str]) -> dict[str, str]:
+    """The name of each array in a checkpoint; in an earlier one, dots of keys are dots."""
+    before = {name: unescaped(name) for name in here}
+    counts = Counter(before.values())
+    return {
+        name: old if name not in there and old in there and counts[old] == 1 else name for name, old in before.items()
+    }
 
 
 def _check_same(there: Mapping[str, str], here: Mapping[str, str]) -> None:

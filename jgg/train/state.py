@@ -31,16 +31,27 @@ def split[Model: nnx.Module](
 
 
 def name_of(path: Path) -> str:
-    """The name of a variable, such as layers.attention.w_q."""
-    return ".".join(map(str, path))
+    """The name of a variable, such as layers.attention.w_q, which no other path has."""
+    return ".".join(_escaped(str(key)) for key in path)
+
+
+def _escaped(key: str) -> str:
+    """A key without dots, which divide the keys of a name."""
+    return key.replace("%", "%25").replace(".", "%2E")
+
+
+def unescaped(name: str) -> str:
+    """A name in which dots of keys are dots, as jgg 0.3 wrote it."""
+    return name.replace("%2E", ".").replace("%25", "%")
 
 
 def named(tree: object, prefix: str) -> dict[str, jax.Array]:
     """The arrays of a tree by their names, such as optimizer.0.count."""
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {
-        f"{prefix}{jax.tree_util.keystr(path, simple=True, separator='.')}".rstrip("."): leaf for path, leaf in leaves
-    }
+    found = {}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        name = name_of(tuple(jax.tree_util.keystr((key,), simple=True) for key in path))
+        found[f"{prefix}{name}".rstrip(".")] = leaf
+    return found
 
 
 def named_in(state: State) -> dict[str, jax.Array]:

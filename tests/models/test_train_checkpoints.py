@@ -11,7 +11,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jgg.train import Trainer, TrainingError, loop
+from jgg.train import Trainer, TrainingError, loop, state
 from jgg.train.digests import digests_of
 from tests.models.test_train import Line, batch_of, loss, trainer, values
 from tests.support import processes
@@ -98,6 +98,50 @@ def test_a_checkpoint_of_another_dtype_or_shape_is_named(tmp_path):
     with pytest.raises(TrainingError, match=r"optimizer\.0\.trace\..* is missing, and float32"):
         list(other.fit(batch_of, 3, checkpoints=tmp_path / "run"))
     list(other.fit(batch_of, 1))  # what could not be restored changed nothing
+
+
+class Dotted(nnx.Module):
+    """Variables whose names have dots and others."""
+
+    def __init__(self, own, value=0.0):
+        self.own = nnx.Dict({name: nnx.Param(jnp.full(2, value + number)) for number, name in enumerate(own)})
+        self.own["a"] = nnx.Dict({"b": nnx.Param(jnp.full(2, value - 1))})
+
+    def values(self):
+        return jax.tree.map(np.asarray, nnx.to_pure_dict(nnx.state(self)))
+
+
+def of_all(model, _):
+    value = sum(jnp.sum(jnp.square(param)) for param in jax.tree.leaves(nnx.state(model)))
+    return value, value
+
+
+def fitted(model, folder):
+    own = Trainer(model, optax.adam(0.1), of_all)
+    list(own.fit(batch_of, 2, checkpoints=folder))
+    return own
+
+
+def check_restored(names, folder):
+    own = fitted(Dotted(names), folder)
+    other = fitted(Dotted(names, 5.0), folder)
+    jax.tree.map(np.testing.assert_array_equal, own.model.values(), other.model.values())
+    jax.tree.map(np.testing.assert_array_equal, own._opt_state, other._opt_state)
+
+
+def test_variables_whose_names_have_dots_are_all_saved(tmp_path):
+    check_restored(("a.b", "a%2Eb", "a%b", "", ".", "a/b"), tmp_path)
+
+
+def test_names_with_dots_of_earlier_checkpoints_are_read(tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(state, "_escaped", str)
+        before = fitted(Dotted(("c.d", "e%")), tmp_path / "run")
+        fitted(Dotted(("a.b",)), tmp_path / "lost")
+    after = fitted(Dotted(("c.d", "e%"), 5.0), tmp_path / "run")
+    jax.tree.map(np.testing.assert_array_equal, before.model.values(), after.model.values())
+    with pytest.raises(TrainingError, match=r"model\.own\.a%2Eb is missing, and float32 \[2\] here"):
+        fitted(Dotted(("a.b",)), tmp_path / "lost")
 
 
 def test_arrays_without_numbers_are_saved(tmp_path):
