@@ -12,6 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import orbax.checkpoint as ocp
+from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_path, check
 from jgg.train.digests import digests_of
@@ -20,6 +21,7 @@ from jgg.train.state import is_key, unescaped
 
 Arrays = Mapping[str, jax.Array]  # by their names
 
+_AS_BYTES = "uint2", "uint4", "float8_e4m3"  # dtypes that TensorStore does not have
 _OWN = 2**22  # bytes that Orbax needs for a checkpoint besides its arrays
 
 
@@ -175,12 +177,26 @@ def _read(manager: ocp.CheckpointManager, step: int, arrays: Arrays) -> dict[str
 
 
 def _plain(array: jax.Array) -> jax.Array:
-    """An array that files can hold: of random keys their numbers."""
-    return jax.random.key_data(array) if is_key(array) else array
+    """An array, or what describes one, as files can hold it: of random keys their numbers, others as bytes."""
+    if is_key(array):
+        return jax.random.key_data(array)
+    if array.dtype.name not in _AS_BYTES:
+        return array
+    if not isinstance(array, jax.Array):
+        return jax.ShapeDtypeStruct(array.shape, jnp.uint8, sharding=array.sharding)
+    return _converted(array, jnp.uint8)
 
 
 def _like(array: jax.Array, plain: jax.Array) -> jax.Array:
-    return jax.random.wrap_key_data(plain, impl=jax.random.key_impl(array)) if is_key(array) else plain
+    if is_key(array):
+        return jax.random.wrap_key_data(plain, impl=jax.random.key_impl(array))
+    return plain if plain.dtype == array.dtype else jax.device_put(_converted(plain, array.dtype), array.sharding)
+
+
+def _converted(array: jax.Array, dtype: DTypeLike) -> jax.Array:
+    """Small integers by their values, floats by their bits."""
+    is_float = any(jnp.issubdtype(each, jnp.floating) for each in (array.dtype, dtype))
+    return jax.lax.bitcast_convert_type(array, dtype) if is_float else array.astype(dtype)
 
 
 def _alias(array: jax.Array) -> jax.Array:

@@ -100,6 +100,18 @@ def test_a_checkpoint_of_another_dtype_or_shape_is_named(tmp_path):
     list(other.fit(batch_of, 1))  # what could not be restored changed nothing
 
 
+@pytest.mark.parametrize("dtype", ["int2", "uint2", "int4", "uint4", "float4_e2m1fn", "float8_e4m3", "float8_e8m0fnu"])
+def test_numbers_of_few_bits_are_saved(dtype, tmp_path):
+    found = []
+    for number in (3.0, 0.5):
+        model = Line()
+        model.small = nnx.BatchStat(jnp.asarray([[0, 1, 2, number]], jnp.float32).astype(dtype))
+        list(Trainer(model, optax.adam(0.1), loss).fit(batch_of, 1, checkpoints=tmp_path))
+        assert model.small.dtype == dtype
+        found.append(np.asarray(model.small[...]).tobytes())
+    assert found[0] == found[1]
+
+
 class Dotted(nnx.Module):
     """Variables whose names have dots and others."""
 
