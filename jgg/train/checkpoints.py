@@ -17,6 +17,7 @@ from jax.typing import DTypeLike
 from jgg.core.arguments import as_path, check
 from jgg.train.digests import digests_of
 from jgg.train.locks import folder_lock
+from jgg.train.reads import ended_reads
 from jgg.train.state import is_key, unescaped
 
 Arrays = Mapping[str, jax.Array]  # by their names
@@ -170,7 +171,8 @@ def _read(manager: ocp.CheckpointManager, step: int, arrays: Arrays) -> dict[str
     asked = {name: own for name, own in described.items() if own.size}
     found: dict[str, jax.Array] = {}
     if asked:
-        content: Any = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(asked)))
+        with ended_reads():
+            content: Any = manager.restore(step, args=ocp.args.Composite(state=ocp.args.StandardRestore(asked)))
         found = content.state
     found |= {name: jnp.zeros(a.shape, a.dtype, device=a.sharding) for name, a in described.items() if not a.size}
     return {name: _like(array, found[name]) for name, array in arrays.items()}
