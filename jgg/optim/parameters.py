@@ -15,10 +15,11 @@ _OTHERS = "w_embedding", "w_head", "w_router"  # matrices by their names, which 
 def matrices(params: optax.Params) -> optax.Params:
     """The default of `muon_weight_dimension_numbers`: the matrices of jgg's models and layers, by their names.
 
-    They are all arrays whose name begins with "w_" but "w_embedding", "w_head", "w_router" and LoRA's factors, such as
-    experts [L, E, H, N], layers' matrices [L, H, N] and a matrix [H, N] alone. The two last axes are those of a
-    matrix, and each index of the axes before has one. Where one of the two has a length of 1, these are vectors and no
-    matrices, such as the taps of a depthwise convolution [channels, 1, taps] and the gate of shared experts [H, 1].
+    They are all arrays whose name begins with "w_" but "w_embedding", "w_head", "w_router" and LoRA's factors, whose
+    names end with "_lora_a" and "_lora_b": experts [L, E, H, N], layers' matrices [L, H, N] and a matrix [H, N] alone.
+    The two last axes are those of a matrix, and each index of the axes before has one. Where one of the two has a
+    length of 1, these are vectors and no matrices, such as the taps of a depthwise convolution [channels, 1, taps] and
+    the gate of shared experts [H, 1].
 
     Args:
       params: a pytree of arrays, in which dicts, `nnx.State` among them, have the names.
@@ -30,7 +31,7 @@ def matrices(params: optax.Params) -> optax.Params:
     def numbers(path: tuple[Any, ...], array: jax.Array) -> MuonDimensionNumbers | None:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, str)]
         name = names[-1] if names else ""
-        is_own = name.startswith("w_") and not name.startswith(_OTHERS) and "_lora_" not in name
+        is_own = name.startswith("w_") and name not in _OTHERS and not name.endswith(("_lora_a", "_lora_b"))
         are_matrices = array.ndim >= 2 and 1 not in array.shape[-2:]
         return MuonDimensionNumbers(-2, -1) if is_own and are_matrices else None
 

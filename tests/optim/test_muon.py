@@ -119,6 +119,13 @@ def test_which_parameters_are_matrices(family, wanted):
     assert sorted(names) == sorted(f"{stack}/{name}" for stack, own in wanted.items() for name in own)
 
 
+def test_names_are_compared_whole():
+    matrices = {"w_headless", "w_router_x", "w_embedding_2", "w_my_lora_x"}
+    others = {"w_head", "w_router", "w_embedding", "w_q_lora_a", "w_router_lora_b", "q"}
+    found = jgg.optim.matrices(dict.fromkeys(matrices | others, jnp.ones((4, 6))))
+    assert {name for name, numbers in found.items() if numbers is not None} == matrices
+
+
 def test_momentum_and_updates_have_their_dtypes():
     """bfloat16 parameters with a bfloat16 momentum, alone and under float32 masters."""
     params = random_like(SHAPES, 98, "bfloat16")
