@@ -29,6 +29,9 @@ def qk_clip(model: Decoder, max_logits: Mapping[str, ArrayLike], threshold: floa
     a layer share these scales, by the smallest root of the layer. Norms without scales bound the logits, and nothing
     changes. In a model that clips the values of queries and keys, the largest logit is only near the threshold.
 
+    The bound holds for the logits that were measured: as each layer's output changes, those of later layers, measured
+    again after one call, may be above the threshold (0.82 to 1.24 of it where all layers were clipped).
+
     Call it after a step of the optimizer, with the logits of that step's batch or of a part of it. In a compiled
     program, the model must be an argument of an `nnx.jit` function.
 
