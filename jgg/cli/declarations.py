@@ -49,12 +49,20 @@ class Declaration:
         """The option as a command line has it."""
         return self.settings["metavar"] if self.is_place else f"--{name.replace('_', '-')}"
 
-    def help(self) -> str:
-        """The meaning and the default."""
+    def help(self, name: str) -> str:
+        """The meaning and the default; of a flag only where it is on."""
         shown = self.shown
-        if shown is None and self.default is not REQUIRED and self.action != "store_true":
-            shown = self.default
+        if shown is None and self.default is not REQUIRED and self.default is not False:
+            shown = self.flag(name) if self.default is True else self.default
         return (self.what if shown is None else f"{self.what} (default: {shown})").replace("%", "%%")
+
+
+class Flag(argparse.BooleanOptionalAction):
+    """Is set by --NAME and --no-NAME; of these --help shows the one that changes something."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Sets the option; --help leaves one of its names to it."""
+        setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
 
 
 def option(
@@ -70,7 +78,7 @@ def option(
 
 def flag(group: str, what: str, default: bool = False, **settings: Any) -> Any:
     """A field that is set by --NAME and --no-NAME."""
-    return option(group, what, default=default, action=argparse.BooleanOptionalAction, **settings)
+    return option(group, what, default=default, action=Flag, **settings)
 
 
 def switch(group: str, what: str, **settings: Any) -> Any:
@@ -162,9 +170,11 @@ def add_options(parser: argparse.ArgumentParser, options: type[Options], *names:
             if each.alternative not in groups:
                 groups[each.alternative] = group.add_mutually_exclusive_group()
             group = groups[each.alternative]
-        settings = {**each.settings, "help": each.help()}
+        settings = {**each.settings, "help": each.help(name)}
         if each.is_place:
             settings["nargs"] = "?"
         if parser.argument_default is not argparse.SUPPRESS:
             settings["default"] = None if each.default is REQUIRED else each.default
-        group.add_argument(name if each.is_place else each.flag(name), **settings)
+        action = group.add_argument(name if each.is_place else each.flag(name), **settings)
+        if each.action is Flag:  # both stay known to the parser
+            action.option_strings = [action.option_strings[int(each.default)]]

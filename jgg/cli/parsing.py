@@ -8,7 +8,7 @@ from typing import Any
 
 from jgg.cli.arguments import Parser
 from jgg.cli.commands import COMMANDS
-from jgg.cli.declarations import REQUIRED, Declaration, Options, add_options
+from jgg.cli.declarations import REQUIRED, Declaration, Flag, Options, add_options
 from jgg.core.versions import __version__
 
 
@@ -91,7 +91,7 @@ def _arguments_in(path: str, parser: Parser, options: type[Options]) -> Iterator
 
 
 def _arguments_of(flag: str, key: str, value: object, parser: Parser, option: Declaration) -> Iterator[str]:
-    is_flag = option.action is argparse.BooleanOptionalAction
+    is_flag = option.action is Flag
     if is_flag or option.action == "store_true":
         if not isinstance(value, bool):
             parser.error(f"argument {flag}: must be true or false, got {value!r}")

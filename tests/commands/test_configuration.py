@@ -8,6 +8,7 @@ import tomllib
 import pytest
 
 from jgg.cli.commands import COMMANDS
+from jgg.cli.declarations import Flag
 from jgg.cli.errors import UsageError
 from jgg.cli.parsing import parse
 from jgg.cli.training import folders
@@ -40,7 +41,7 @@ def test_the_command_line_comes_before_the_file_and_the_file_before_defaults():
 def arguments_of(name, option):
     """A command line with a value of an option that is not its default."""
     flag = option.flag(name)
-    if option.action is argparse.BooleanOptionalAction:
+    if option.action is Flag:
         return [f"--no-{flag.removeprefix('--')}" if option.default else flag]
     if option.action == "store_true":
         return [flag]

@@ -51,6 +51,25 @@ def test_help_needs_no_jax(arguments):
     assert not done.stderr
 
 
+@pytest.mark.parametrize("command", ["finetune", "train"])
+def test_help_shows_of_a_flag_what_changes_something(command, capsys):
+    with pytest.raises(SystemExit):
+        parsing.parse([command, "--help"])
+    text = capsys.readouterr().out
+    flags = {name: each for name, each in COMMANDS[command].declared().items() if isinstance(each.default, bool)}
+    assert {"split", "packing", "quiet"} <= flags.keys()
+    needed = [command, "m", "--data", "d", "--output", "o"]
+    for name, each in flags.items():
+        on, off = each.flag(name), f"--no-{each.flag(name)[2:]}"
+        shown, hidden = (off, on) if each.default else (on, off)
+        assert f"  {shown} " in text.replace("\n", " ") and f"[{shown}]" in text
+        assert f"  {hidden}" not in text and f"{hidden}]" not in text
+        assert (f"(default: {on})" in " ".join(text.split())) == each.default
+        assert getattr(parsing.parse([*needed, on]), name) is True
+        assert getattr(parsing.parse([*needed, off]), name) is False
+    assert "default: True" not in text and "default: False" not in text
+
+
 def test_the_version_needs_no_jax():
     done = run("--version")
     assert done.stdout.splitlines() == [f"jgg {jgg.__version__}", "imported:"]
