@@ -73,6 +73,21 @@ def new_file(text: str) -> pathlib.Path:
     return path
 
 
+def path(text: str) -> pathlib.Path:
+    """Argument type: a path, of which "" is none: pathlib takes it for the working folder."""
+    if not text:
+        raise argparse.ArgumentTypeError("must be a path, got ''")
+    return pathlib.Path(text)
+
+
+def named_folder(text: str) -> pathlib.Path:
+    """Argument type: a folder that has a name, by which files beside it are named."""
+    folder = path(text)
+    if folder.absolute().name in ("", ".."):
+        raise argparse.ArgumentTypeError(f"must end in the name of a folder, got {text!r}")
+    return folder
+
+
 class Parser(argparse.ArgumentParser):
     """Says in one line what is wrong, without the list of all options, and takes no part of an option's name for it.
 

@@ -92,6 +92,8 @@ def _arguments_in(path: str, parser: Parser, options: type[Options]) -> Iterator
 
 def _arguments_of(flag: str, key: str, value: object, parser: Parser, option: Declaration) -> Iterator[str]:
     is_flag = option.action is Flag
+    if any("\0" in str(each) for each in (value if isinstance(value, list) else [value])):
+        parser.error(f"argument {flag or key}: must have no null byte, got {value!r}")
     if is_flag or option.action == "store_true":
         if not isinstance(value, bool):
             parser.error(f"argument {flag}: must be true or false, got {value!r}")

@@ -120,6 +120,29 @@ def test_a_command_that_would_lose_a_file_does_not_begin(command, folder, monkey
     assert ended.value.code == 2 and content(folder) == before
 
 
+@pytest.mark.parametrize("command", ["finetune", "train"])
+@pytest.mark.parametrize("name", ["", "/", "..", "room/.."])
+def test_what_has_no_name_is_no_output(name, command, folder, capsys):
+    before = content(folder.parent)
+    for option in ("--output", *(("--checkpoints", "--data", "--eval-data") if name == "" else ())):
+        with pytest.raises(SystemExit) as ended:
+            main([command, "model", "--data", "data.jsonl", "--output", "new", option, name])
+        wanted = f"error: argument {option}: must {'be a path' if name == '' else 'end in the name of a folder'}, got "
+        assert capsys.readouterr().err == f"jgg {command}: {wanted}{name!r}\n"
+        assert ended.value.code == 2 and content(folder.parent) == before
+
+
+@pytest.mark.parametrize("key", ["output", "data", "checkpoints", "model"])
+def test_a_null_byte_in_a_file_of_options_is_named(key, folder, capsys):
+    options = {"model": "model", "data": ["data.jsonl"], "output": "new"} | {key: "a\0b"}
+    Path("config.toml").write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in options.items()))
+    with pytest.raises(SystemExit):
+        main(["finetune", "--config", "config.toml"])
+    where = f"argument {key if key == 'model' else f'--{key}'}"
+    message = f"jgg finetune: error: --config config.toml: {where}: must have no null byte, got 'a\\x00b'\n"
+    assert capsys.readouterr().err == message
+
+
 def test_a_folder_within_one_that_must_be_empty_is_refused(folder, capsys):
     with pytest.raises(SystemExit):
         main(["demo", "--out", "room/demo", "--save", "room"])

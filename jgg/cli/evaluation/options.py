@@ -4,7 +4,7 @@ import dataclasses
 import functools
 from pathlib import Path
 
-from jgg.cli.arguments import new_file, positive_int, seed, whole
+from jgg.cli.arguments import new_file, path, positive_int, seed, whole
 from jgg.cli.declarations import changed, option, switch
 from jgg.cli.training.options import Data, Devices, Experts, Model
 
@@ -32,7 +32,7 @@ class Evaluate(Devices, Experts, WithAdapter):
 
     dtype: str = option("model", "of the computation", default="bfloat16", choices=("bfloat16", "float32"))
     data: list[Path] | None = _measured(
-        "JSONL or parquet files, or folders of Hugging Face datasets: loss, perplexity, bits per byte of each", Path,
+        "JSONL or parquet files, or folders of Hugging Face datasets: loss, perplexity, bits per byte of each", path,
         nargs="+", metavar="FILE", is_read=True)
     skip_unmarked: bool = changed(Data, "skip_unmarked", group="what is measured")
     limit: int | None = _measured("documents of each task, and sequences of each file, drawn by --seed", positive_int,
@@ -43,7 +43,7 @@ class Evaluate(Devices, Experts, WithAdapter):
         metavar="N", shown="as many as have 16,384 tokens")
     seed: int = _measured("seed of what is drawn", seed, 0, metavar="SEED")
     tasks: str | None = _tasks("tasks of lm-eval, a comma list; `lm-eval ls tasks` lists them", metavar="LIST")
-    include_path: Path | None = _tasks("a folder with tasks of your own, in lm-eval's YAML", Path, metavar="FOLDER",
+    include_path: Path | None = _tasks("a folder with tasks of your own, in lm-eval's YAML", path, metavar="FOLDER",
         is_read=True)
     num_fewshot: int | None = _tasks("examples before each question of a task", whole(0), metavar="N",
         shown="as the task says")

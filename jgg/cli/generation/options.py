@@ -5,7 +5,7 @@ import functools
 import math
 from pathlib import Path
 
-from jgg.cli.arguments import number, positive_float, positive_int, seed, whole
+from jgg.cli.arguments import number, path, positive_float, positive_int, seed, whole
 from jgg.cli.declarations import option, switch
 from jgg.cli.evaluation.options import WithAdapter
 from jgg.cli.training.options import Experts
@@ -31,7 +31,7 @@ class Generate(Experts, WithAdapter):
     module = "jgg.cli.generation.run"
 
     prompt: str | None = _prompt("the prompt, taken as it is", metavar="TEXT", shown="standard input")
-    prompt_file: Path | None = _prompt("file of the prompt, UTF-8, without the line break at its end", Path,
+    prompt_file: Path | None = _prompt("file of the prompt, UTF-8, without the line break at its end", path,
         metavar="FILE", is_read=True)
     chat: bool = switch("prompt",
         "write by the folder's chat template: answer --prompt or --prompt-file, or else each line of standard input")

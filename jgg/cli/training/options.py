@@ -5,7 +5,7 @@ import functools
 import math
 from pathlib import Path
 
-from jgg.cli.arguments import number, positive_float, positive_int, seed, whole
+from jgg.cli.arguments import named_folder, number, path, positive_float, positive_int, seed, whole
 from jgg.cli.declarations import REQUIRED, Options, changed, flag, option
 from jgg.core.choices import ALL_TARGETS, EXCHANGES, EXPERTS, FSDP_SPLITS, OF_GATES, OF_MOE, REMAT, TARGETS, TRACKERS
 
@@ -47,7 +47,7 @@ class Data(Model):
 
     config: str | None = changed(Model, "config",
         what="TOML file of options, such as the run.toml of a run: a key is an option's name without its dashes")
-    data: list[Path] = _data("JSONL or parquet files, or folders of Hugging Face datasets, to learn from", Path,
+    data: list[Path] = _data("JSONL or parquet files, or folders of Hugging Face datasets, to learn from", path,
         REQUIRED, nargs="+", metavar="FILE", is_read=True, may_change=True)
     mix: list[float] | None = _data("shares of the files of --data in what is learned, counted in tokens",
         positive_float, nargs="+", metavar="SHARE", shown="each row once in an epoch")
@@ -59,7 +59,7 @@ class Data(Model):
     packing: bool = flag("data", "several examples in a sequence, each attending to itself alone", default=True)
     eval_data: list[Path] | None = _data(
         "examples that are not learned, in the same form: their loss and perplexity are measured as training goes on",
-        Path, nargs="+", metavar="FILE", is_read=True, may_change=True)
+        path, nargs="+", metavar="FILE", is_read=True, may_change=True)
     eval_every: int = _data("steps between two measurements of --eval-data; the last step is measured too",
         positive_int, 200, metavar="N", may_change=True)
 
@@ -116,13 +116,13 @@ class Devices(Options):
 class Output(Options):
     """What a run writes."""
 
-    output: Path = _free("the folder of the new model", Path, REQUIRED, metavar="FOLDER")
+    output: Path = _free("the folder of the new model", named_folder, REQUIRED, metavar="FOLDER")
     log_every: int = _free("steps between two lines of the log", positive_int, 10, metavar="N")
     log_to: list[str] | None = _free(
         "where the log goes beside OUTPUT.jsonl; wandb: Weights & Biases, by its own environment variables",
         choices=tuple(TRACKERS), nargs="+")
     checkpoints: Path | None = _free(
-        "a folder to save the state of training in; the same command run again goes on from there", Path,
+        "a folder to save the state of training in; the same command run again goes on from there", path,
         metavar="FOLDER")
     save_every: int = _free("steps between two checkpoints", positive_int, 200, metavar="N")
     quiet: bool = flag("output", "print only errors", is_noted=False)
@@ -164,7 +164,7 @@ class Train(Output, Devices, Training, Data):
 
     model: str = changed(Model, "model", metavar="CONFIG",
         what="a folder with the new model's config.json, or that file")
-    tokenizer: Path | None = _model("folder with tokenizer.json and what belongs to it", Path, metavar="FOLDER",
+    tokenizer: Path | None = _model("folder with tokenizer.json and what belongs to it", path, metavar="FOLDER",
         shown="the folder of config.json", is_read=True)
     dtype: str | None = _model("dtype of the computation; parameters are float32",
         choices=("float32", "bfloat16"), shown="bfloat16 on a GPU, else float32")
