@@ -15,7 +15,8 @@ from jax.experimental import multihost_utils
 
 from jgg.core.files import own_opener, warn_once
 
-_OWN = "process "  # that a .lock of jgg's begins with
+LOCK = ".lock"  # the name of the file
+_OWN = "process "  # that jgg's begins with
 
 
 @contextlib.contextmanager
@@ -30,7 +31,7 @@ def folder_lock(folder: Path) -> Iterator[str | None]:
     with contextlib.ExitStack() as stack:
         other = None
         if jax.process_index() == 0:
-            other = _taken(folder / ".lock", stack)
+            other = _taken(folder / LOCK, stack)
         if jax.process_count() > 1:  # one that went on would wait for the others
             is_held = multihost_utils.broadcast_one_to_all(np.int32(other is not None))
             other = other or ("another run uses it" if is_held else None)

@@ -110,17 +110,22 @@ class Log:
 def check_log(path: Path) -> None:
     """Raises FileExistsError, or another OSError, if there is something else than a log at a path.
 
-    Each line of a log has a step and numbers. Lines may be cut off, as where a process was killed while it wrote.
+    Each line of a log has a step and numbers. Lines may be cut off, as where a process was killed while it wrote, but
+    not all of them.
     """
     if not path.exists():
         return
     if not path.is_file():
         raise FileExistsError(f"{path} must be a file, got a {'folder' if path.is_dir() else 'pipe or a device'}")
+    wholes = 0
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST), b""), 1):
             if not _is_of_log(line):
                 got = line[:80].decode(errors="replace").strip()
                 raise FileExistsError(f"{path}:{number} must be a line of a log, got {got}: choose another name")
+            wholes += _step_of(line.decode(errors="replace")) is not None
+        if file.tell() and not wholes:
+            raise FileExistsError(f"{path} must be a log, got no line that is whole: choose another name")
 
 
 def _is_of_log(line: bytes) -> bool:

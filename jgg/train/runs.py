@@ -30,12 +30,15 @@ def changes(
     return _changes(before, _plain(options), free) + _changes(before_noted, _plain(noted), ())
 
 
-def check_notes(path: Path) -> None:
+def check_notes(path: Path, *names: str) -> None:
     """Raises FileExistsError or ValueError if there is something else than the notes of a run at a path.
+
+    Args:
+      names: those of further values that each run notes.
 
     Raises: ValueError: it is no TOML file. OSError: it cannot be read.
     """
-    if path.exists() and not _read(path)[1]:
+    if path.exists() and not set(names) <= _read(path)[1].keys():
         raise FileExistsError(f"{path} is there and notes no run: choose another name")
 
 

@@ -44,6 +44,12 @@ def folder(model, tmp_path, monkeypatch):
         "events.tensorboard": "a file",
         "logs.jsonl/x": "a folder",
         "empty/model/config.json": "{}",
+        "noted.toml": "# mine\n[noted]\nx = 1\n",
+        "cut.jsonl": '{"step": 1, "precious numbers\n',
+        "mine/data.jsonl": ROW * 4,
+        "digests/adapters.sha256": "mine",
+        "run/adapters.sha256": f"{'0' * 64}  adapter.bin\n",
+        "run/run.toml": '[noted]\nsteps = 1\ndata = "x"\n',
     }
     for name, text in files.items():
         path = tmp_path / name
@@ -51,6 +57,10 @@ def folder(model, tmp_path, monkeypatch):
         path.write_text(text)
     (tmp_path / "linked.jsonl").symlink_to("data.jsonl")
     os.link("data.jsonl", "same.jsonl")
+    for name, link in (("locked", ".lock"), ("of-link", "adapters.sha256")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / link).symlink_to("../data.jsonl")
+        shutil.copy("run/run.toml", name)
     (tmp_path / "link").symlink_to(tmp_path / "new")
     (tmp_path / "room").mkdir()
     (tmp_path / "room-link").symlink_to("room")
@@ -87,6 +97,15 @@ REFUSED = {
     f"{FINETUNE} --output ck/run --checkpoints ck": "got ck/run, which is in ck, of --checkpoints",
     f"{FINETUNE} --output new --checkpoints old": "--checkpoints: old/run.toml is there and notes no run",
     f"{FINETUNE} --output new --checkpoints steps": "--checkpoints must be new or have run.toml beside its steps",
+    f"{FINETUNE} --output noted": "--output: {}/noted.toml is there and notes no run",
+    f"{FINETUNE} --output cut": "--output: {}/cut.jsonl must be a log, got no line that is whole: choose another name",
+    "finetune model --data mine/data.jsonl --output new --checkpoints mine": (
+        "--checkpoints must be new, empty or of a run, got mine, which has data.jsonl"
+    ),
+    f"{TRAIN} --output new --checkpoints digests": "must be new, empty or of a run, got digests, which has adapters",
+    f"{TRAIN} --output new --checkpoints run": "must be a folder without adapters.sha256 of another program, got run",
+    f"{TRAIN} --output new --checkpoints of-link": "without adapters.sha256 of another program, got of-link",
+    f"{TRAIN} --output new --checkpoints locked": "--checkpoints must be a folder whose .lock is no link, got locked",
     f"{NEST} --output new --checkpoints new/checkpoints": "got new/checkpoints, which is in new, of --output",
     f"{TRAIN} --output new --checkpoints new/../new/x/y": "got new/../new/x/y, which is in new, of --output",
     f"{TRAIN} --output new --checkpoints link/x": "got link/x, which is in new, of --output",

@@ -2,6 +2,7 @@
 
 import datetime
 import functools
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -11,9 +12,12 @@ import jgg
 from jgg.cli.errors import UsageError, writes
 from jgg.cli.files import Target, check_files, check_new, check_writable, is_same
 from jgg.train import runs
+from jgg.train.locks import LOCK
 from jgg.train.logs import check_log
 
 _NOTED, ADAPTERS = "run.toml", "adapters.sha256"  # next to the checkpoints: options, digests of what was written
+_KEYS = "steps", "data"  # what each run notes besides its options
+_DIGESTS = re.compile(rb"([0-9a-f]{64}\n)*[0-9a-f]{0,64}")  # the last may be cut off
 
 
 def check(args, check_output: Callable[[str, Path], None] = check_new) -> None:
@@ -30,7 +34,7 @@ def check(args, check_output: Callable[[str, Path], None] = check_new) -> None:
     targets = [
         own("a folder", output, functools.partial(check_output, "--output", output), is_whole=is_whole),
         own("its log", log, functools.partial(check_log, log)),
-        own("the file of its options", notes, functools.partial(runs.check_notes, notes), goes_on=True),
+        own("the file of its options", notes, functools.partial(runs.check_notes, notes, *_KEYS), goes_on=True),
     ]
     if "tensorboard" in (args.log_to or ()):
         check_events = functools.partial(check_writable, "--output", events)
@@ -44,9 +48,18 @@ def check(args, check_output: Callable[[str, Path], None] = check_new) -> None:
 def _check_checkpoints(folder: Path) -> None:
     """Raises UsageError, ValueError or OSError unless a run's checkpoints can be in a folder."""
     check_writable("--checkpoints", folder)
-    runs.check_notes(folder / _NOTED)
-    if has_steps(folder) and not (folder / _NOTED).exists():
+    runs.check_notes(folder / _NOTED, *_KEYS)
+    has_notes = (folder / _NOTED).exists()
+    if has_steps(folder) and not has_notes:
         raise UsageError(f"--checkpoints must be new or have {_NOTED} beside its steps, got {folder}")
+    others = sorted({each.name for each in folder.iterdir()} - {LOCK}) if folder.is_dir() and not has_notes else []
+    if others:
+        raise UsageError(f"--checkpoints must be new, empty or of a run, got {folder}, which has {others[0]}")
+    if (folder / LOCK).is_symlink():
+        raise UsageError(f"--checkpoints must be a folder whose {LOCK} is no link, got {folder}")
+    digests = folder / ADAPTERS
+    if digests.is_symlink() or (digests.exists() and not _DIGESTS.fullmatch(digests.read_bytes())):
+        raise UsageError(f"--checkpoints must be a folder without {ADAPTERS} of another program, got {folder}")
 
 
 def beside(output: Path, ending: str) -> Path:
