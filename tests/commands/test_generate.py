@@ -156,6 +156,7 @@ def test_a_text_ends_at_the_folder_s_stop_token(adapter, experts, generate, tmp_
     assert printed == f" {words(new[: new.index(stop)])}\n".replace(" \n", "\n")
 
 
+@pytest.mark.thorough
 def test_samples_end_at_a_text_which_may_end_inside_a_token(folder, generate):
     draws = {"temperature": 1.0, "top_k": 9, "key": jax.random.fold_in(jax.random.key(3), 0), "num_samples": 2}
     new = jgg.models.generate(jgg.models.load(folder), [[5, 6, 7]], 5, **draws).tolist()
@@ -201,6 +202,7 @@ def test_a_text_is_printed_as_it_comes(folder, generate, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("prefill: ")
 
 
+@pytest.mark.thorough
 def test_options_come_from_a_file(folder, generate, tmp_path):
     path, adapter = tmp_path / "run.toml", str(ROOT / "tests/data/model_adapters/qwen3_moe")
     given = {"adapter": adapter, "max-new-tokens": 5, "prompt": "t5 t6 t7", "json": True, "stop": ["x", "y"]}
@@ -246,6 +248,7 @@ def tokens_of(text):
     return [SPECIAL.get(word) if word in SPECIAL else int(word[1:]) for word in text.split()]
 
 
+@pytest.mark.thorough
 def test_a_conversation_keeps_what_was_said(chat_folder, generate, prompts, monkeypatch):
     standard_input(monkeypatch, "t9\n\n  \nt10 \u00e9\n".encode())
     shared = "--chat", "--max-new-tokens", "5", "--repetition-penalty", "1.5"

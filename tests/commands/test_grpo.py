@@ -108,6 +108,7 @@ def test_a_few_steps_have_a_rate(steps):
     assert abs(float(update)) > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "options",
     [

@@ -19,6 +19,7 @@ def blocks():
     return {section: code_of("in-your-model.md", section) for section in SECTIONS}
 
 
+@pytest.mark.thorough
 def test_it_trains_and_scans(blocks):
     names = run_code("\n".join(code for section in SECTIONS[:3] for code in blocks[section]))
     assert names["losses"][-1] < names["losses"][0]
@@ -27,6 +28,7 @@ def test_it_trains_and_scans(blocks):
     assert names["balance"].shape == (4,)
 
 
+@pytest.mark.thorough
 def test_frozen_experts_stay(blocks):
     """By a filter or in FP8, all but the experts trains."""
     (train,), (frozen, in_fp8) = blocks["Train"], blocks["Freeze the experts"]

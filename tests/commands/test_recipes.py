@@ -28,6 +28,7 @@ def assert_trains(gradients):
     assert all(np.any(np.asarray(leaf)) for leaf in leaves)
 
 
+@pytest.mark.thorough
 def test_equinox():
     pytest.importorskip("equinox", reason="equinox is not installed; it is in the extra test")
     (code,) = code_of("integrations.md", "Equinox")
@@ -39,6 +40,7 @@ def test_equinox():
     np.testing.assert_array_equal(balance, metrics.load_balancing_loss)
 
 
+@pytest.mark.thorough
 def test_hugging_face(tmp_path, monkeypatch):
     _, weights, *_ = load("deepseek_v3")
     folder = tmp_path / "model"
@@ -79,6 +81,7 @@ def test_peft(tmp_path, monkeypatch):
     assert load_file(tmp_path / "saved" / tensors).keys() == load_file(tmp_path / "adapter" / tensors).keys()
 
 
+@pytest.mark.thorough
 def test_fine_tune(tmp_path, monkeypatch):
     """A step changes the adapters alone; what is saved, loaded and merged is what was trained."""
     config, base, _ = load_weights("qwen3_moe")
@@ -122,6 +125,7 @@ COMPARISONS = {
 }
 
 
+@pytest.mark.thorough
 def test_migrate():
     """The blocks in order, as one program: each `after` is what `before` was."""
     names, compared = {}, {}

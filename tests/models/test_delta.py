@@ -39,6 +39,7 @@ def gradients(params, graphdef, tokens, segments, weights):
     return jax.grad(total, has_aux=True)(params)
 
 
+@pytest.mark.thorough
 def test_packed_sequences_compute_and_learn_as_each_alone():
     """In one program, of as many rows: the last two are whole, and give what transformers gives.
 
@@ -80,6 +81,7 @@ def run(model, tokens, caches, start, lengths):
     return model.run_layers(tokens, jnp.broadcast_to(positions, tokens.shape), caches, **place)
 
 
+@pytest.mark.thorough
 def test_padding_changes_no_state_and_chunks_go_on_from_it():
     prompts = np.where(np.arange(9) < LENGTHS[:, None], reference(FAMILY)["prompts"], NO_TOKEN)
     _, padded = run(model(), prompts, model().empty_caches(3, 9), 0, LENGTHS)

@@ -90,6 +90,7 @@ def left_of(logits, row):
     return order[(before < ROWS["top_p"][row]) & (weights >= ROWS["min_p"][row])]
 
 
+@pytest.mark.thorough
 def test_each_row_is_drawn_by_its_settings_from_what_is_left():
     model, got = of_rows()
     rows = got.training_rows(prompts(), LENGTHS)
@@ -111,6 +112,7 @@ def test_each_row_is_drawn_by_its_settings_from_what_is_left():
         np.testing.assert_allclose(rows.log_probabilities[sample, column], wanted, atol=1e-4)
 
 
+@pytest.mark.thorough
 def test_a_row_s_settings_are_those_of_all_rows():
     model, got = of_rows()
     options = {"num_samples": 2, "details": True, "prefill_chunk": 4}

@@ -43,6 +43,7 @@ def logits_loss_and_gradients(family):
     return logits, loss, gradients
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", thorough_but(OWN_PARTS, MORE_FAMILIES, pytest.mark.sweep))
 def test_logits_loss_and_all_gradients_are_those_of_transformers(family, tmp_path):
     expected = reference(family)

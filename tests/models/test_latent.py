@@ -20,6 +20,7 @@ from tests.support.models import DATA, config_of, copied, loaded, logits_of, ref
 LENGTHS = np.array([1, 5, 9])  # of the prompts in the reference data
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["deepseek_v3", pytest.param("glm4_moe_lite", marks=pytest.mark.sweep)])
 def test_absorbed_products_give_what_keys_and_values_by_heads_give(family):
     """Beside adapters, for prompts in chunks and for one token at a time."""

@@ -16,6 +16,7 @@ from tests.support.models import DATA, folder_with_tokenizer
 pytestmark = pytest.mark.usefixtures("as_a_reader_runs_it")
 
 
+@pytest.mark.thorough
 def test_a_model_is_loaded_trained_and_saved(tmp_path):
     shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
     names = run_code("\n".join(code_of("models.md", "Load") + code_of("models.md", "Train")))
@@ -82,6 +83,7 @@ def test_targets_are_scored(tmp_path):
     assert not names["is_likeliest"]
 
 
+@pytest.mark.thorough
 def test_a_run_is_saved_and_restored():
     names = run_code("\n".join(code_of("save.md", "A run")))
     own = nnx.state((names["layer"], names["optimizer"]))
@@ -114,6 +116,7 @@ def test_folders_for_servers_are_whole(tmp_path):
         jgg.models.load_adapter(names["model"], tmp_path / name)
 
 
+@pytest.mark.thorough
 def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path):
     shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
     (code,) = code_of("fine-tune.md", "Whole models")

@@ -25,6 +25,7 @@ def mxfp4(tmp_path_factory):
     return with_mxfp4(tmp_path_factory.mktemp("mxfp4") / "model", **one_layer)
 
 
+@pytest.mark.thorough
 def test_experts_in_mxfp4_stay_so_or_become_dense(mxfp4, tmp_path):
     quantized = jgg.models.load(mxfp4, dtype=jnp.float32, experts="as stored")
     assert isinstance(quantized.layers.moe.w_down, jgg.nnx.Frozen)
@@ -69,6 +70,7 @@ def test_experts_in_fp8_are_saved_as_they_are(family, tmp_path):
     np.testing.assert_array_equal(dense.layers.moe.w_down[...], jax.vmap(lambda w: w.dequantize(jnp.bfloat16))(w))
 
 
+@pytest.mark.thorough
 def test_gradients_beside_quantized_experts_are_those_beside_dense_ones(mxfp4):
     quantized = jgg.models.load(mxfp4, dtype=jnp.float32, experts="as stored", remat="names", lora_rank=2)
     dense = jgg.models.load(mxfp4, dtype=jnp.float32, lora_rank=2)
@@ -110,6 +112,7 @@ def test_prompts_of_few_tokens_read_experts_in_fp8_as_they_are(tokens, reads_as_
     assert largest_error(prompt, as_stored if reads_as_stored else whole) < 1e-5
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("is_loaded", [True, pytest.param(False, marks=pytest.mark.sweep)])
 def test_with_batch_invariant_few_rows_multiply_by_the_recipe_too(is_loaded):
     """Whether experts are stored in FP8 or quantized where they multiply; `generate` makes their FP8 form once."""

@@ -47,6 +47,7 @@ def test_the_loss_and_all_gradients_are_those_of_transformers(family, tmp_path):
     digests.assert_close(named, expected["gradients"])
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", FEW_FAMILIES)
 def test_steps_of_adamw_are_those_of_transformers(family):
     model, expected = loaded(family), reference(family)
@@ -64,6 +65,7 @@ def test_steps_of_adamw_are_those_of_transformers(family):
     np.testing.assert_allclose(losses, expected["losses"], rtol=0, atol=1e-4)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", [pytest.param("names", marks=pytest.mark.sweep), "all"])
 @pytest.mark.parametrize("family", ["glm4_moe"])
 def test_frozen_experts_and_rematerialization_change_no_gradient(family, remat):
@@ -143,6 +145,7 @@ def losses_of_routers(state, graphdef, tokens, segments, mask):
     return jax.value_and_grad(run, has_aux=True)(state)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("remat", ["none", pytest.param("all", marks=pytest.mark.sweep)])
 def test_masked_tokens_count_in_no_loss_of_the_routers(remat):
     graphdef, state = nnx.split(loaded("glm4_moe", remat=remat))
@@ -160,6 +163,7 @@ def test_masked_tokens_count_in_no_loss_of_the_routers(remat):
     assert abs(all_count[0][0] - want) > 1e-2 * want
 
 
+@pytest.mark.thorough
 def test_adapters_of_attention_and_experts_learn_and_merge(tmp_path):
     model, tokens = loaded("glm4_moe", lora_rank=2, lora_alpha=3.0), reference("glm4_moe")["tokens"]
     np.testing.assert_allclose(logits_of(model, tokens), reference("glm4_moe")["logits"], rtol=0, atol=1e-4)
@@ -197,6 +201,7 @@ def test_programs_do_not_grow_with_the_number_of_layers():
     assert equations(24) <= equations(4) + 2
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("computed", "implementation"),
     [

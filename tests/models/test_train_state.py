@@ -197,6 +197,7 @@ def test_two_trainers_share_a_model_also_one_inside_the_other():
     assert outer.model is inner.model and values(model) == values(expected)
 
 
+@pytest.mark.thorough
 def test_arrays_that_others_refer_to_stay():
     """Those of clones made before the Trainer, before its first step and between steps, and plain references."""
     model = Line()

@@ -90,6 +90,7 @@ def test_a_high_threshold_changes_nothing():
     np.testing.assert_allclose(model(TOKENS), logits, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.thorough
 def test_segments_are_sequences_of_their_own():
     model, segments = loaded("deepseek_v3"), np.repeat([[0, 1]], [4, 5], axis=1)
     packed = model.max_logits(TOKENS[:1], segments)

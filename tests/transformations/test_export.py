@@ -95,6 +95,7 @@ def test_export_is_what_jax_export_refuses():
     assert jgg.export(jax.jit(jgg.ragged_dot), platforms=("cuda",))(*shapes).out_avals[0].shape == (8, 4)
 
 
+@pytest.mark.thorough
 def test_shapes_known_when_it_runs():
     """One exported program for any number of rows, and of features; of any implementation it is the plain one."""
     m, k, n, tokens = jax.export.symbolic_shape("m, k, n, tokens")
