@@ -9,7 +9,7 @@ import pytest
 
 from jgg.launching import triton
 from jgg.primitives.operation import Operation
-from tests.support import generated, workers
+from tests.support import generated, interpreting, workers
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -49,6 +49,11 @@ def pytest_collection_finish(session):
     workers.write_groups(session.items)
     gc.freeze()
     gc.set_threshold(20_000)  # tracing makes so many objects that by default this takes a twelfth of the time
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("interpret"):
+        interpreting.quickly()
 
 
 @pytest.hookimpl(trylast=True)
