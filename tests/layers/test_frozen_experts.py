@@ -1,5 +1,6 @@
 """Flax layers with experts that are not trained: in FP8, or left out of the gradient by a filter."""
 
+import functools
 import re
 
 import flax.linen as nn
@@ -84,8 +85,7 @@ def test_quantized_experts(recipe):
     assert not any(np.any(leaf) for name in EXPERTS for leaf in jax.tree.leaves(gradients[name]))
 
 
-@pytest.mark.parametrize("in_boxes", [False, True])
-def test_linen_takes_packed_experts(in_boxes):
+def test_linen_takes_packed_experts():
     """Their bytes have another shape than the parameters that Flax expects."""
     module = jgg.linen.MoE(hidden_features=32, num_experts=4, topk=2)
     x = X[..., :64]
@@ -94,12 +94,15 @@ def test_linen_takes_packed_experts(in_boxes):
 
     def run(router, weights):
         params = dense | weights | {"w_router": router}
-        params = {name: nn.Partitioned(w, (None,) * len(w.shape)) if in_boxes else w for name, w in params.items()}
         return jnp.sum(jnp.square(module.apply({"params": params}, x)))
+
+    def in_boxes(router, weights):
+        return run(router, {name: nn.Partitioned(w, (None,) * len(w.shape)) for name, w in weights.items()})
 
     both = jax.jit(jax.value_and_grad(run))
     expected = both(dense["w_router"], {name: w.dequantize(jnp.float32) for name, w in packed.items()})
     assert_close(both(dense["w_router"], packed), expected)
+    assert_close(jax.jit(in_boxes)(dense["w_router"], packed), expected[0])
     with pytest.raises(ValueError, match=r"w_down must have the layer's shape \[4, 32, 64\], got \[4, 64, 64\]"):
         run(dense["w_router"], packed | {"w_down": packed["w_gate_up"]})
 
@@ -107,7 +110,7 @@ def test_linen_takes_packed_experts(in_boxes):
 def test_a_param_that_is_quantized_has_a_gradient_of_zeros():
     layer = make()
     layer.w_down.set_value(jgg.quantize_weights(layer.w_down[...]))
-    gradients = nnx.grad(loss)(layer, X)
+    gradients = nnx.jit(nnx.grad(loss))(layer, X)
     assert isinstance(gradients["w_down"].get_value(), jgg.QuantizedArray)
     assert not any(np.any(leaf) for leaf in jax.tree.leaves(gradients["w_down"].get_value()))
     assert np.any(gradients["w_gate_up"][...])
@@ -155,11 +158,17 @@ def test_a_stack_of_layers_is_loaded_and_scanned():
     def forward(x, layer):
         return x + layer(x)
 
-    want = jnp.asarray(X)
+    @nnx.jit
+    @functools.partial(nnx.grad, has_aux=True)
+    def run(stack):
+        y = forward(jnp.asarray(X), stack)
+        return jnp.sum(y), y
+
+    one, want = nnx.jit(lambda x, layer: x + layer(x)), jnp.asarray(X)
     for layer in layers:
-        want = want + layer(want)
-    assert_close(forward(jnp.asarray(X), stack), want)
-    gradients = nnx.grad(lambda stack: jnp.sum(forward(jnp.asarray(X), stack)))(stack)
+        want = one(want, layer)
+    gradients, y = run(stack)
+    assert_close(y, want)
     assert list(gradients) == ["w_router"] and np.any(gradients["w_router"][...])
 
 
@@ -221,21 +230,21 @@ def test_errors_name_shapes_and_print_no_array():
 @pytest.mark.thorough
 def test_frozen_layers_beside_trained_ones():
     """Layers of equal sizes share what JAX keeps of one; each gets its own gradients, in any order of programs."""
-    layers = nnx.List([make(seed) for seed in range(3)])
-    plain = nnx.List([make(seed, implementation="xla") for seed in range(3)])
+    layers = nnx.List([make(seed) for seed in range(2)])
+    plain = nnx.List([make(seed, implementation="xla") for seed in range(2)])
 
     def loss_of_all(layers, x):
         for layer in layers:
             x = x + layer(x)
         return jnp.sum(jnp.square(x))
 
-    for trained, remat in (((0, 1, 2), False), ((0,), False), ((0, 1, 2), True)):
+    want = nnx.to_pure_dict(nnx.jit(nnx.grad(loss_of_all))(plain, jnp.asarray(X)))
+    for trained, remat in (((0, 1), False), ((0,), False), ((0, 1), True)):
         wrt = nnx.All(nnx.Param, nnx.Any(*map(nnx.PathContains, trained)))
         loss = nnx.remat(loss_of_all) if remat else loss_of_all
-        got = nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, wrt)))(layers, jnp.asarray(X))
-        want = nnx.jit(nnx.grad(loss_of_all, argnums=nnx.DiffState(0, wrt)))(plain, jnp.asarray(X))
-        assert {path[0] for path, _ in nnx.to_flat_state(want)} == set(trained)
-        assert_close(nnx.to_pure_dict(got), nnx.to_pure_dict(want), 1e-4)
+        got = nnx.to_pure_dict(nnx.jit(nnx.grad(loss, argnums=nnx.DiffState(0, wrt)))(layers, jnp.asarray(X)))
+        assert got.keys() == set(trained)
+        assert_close(got, {layer: want[layer] for layer in trained}, 1e-4)
 
 
 @pytest.mark.parametrize(

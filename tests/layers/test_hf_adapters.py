@@ -45,18 +45,19 @@ def test_gradients_are_those_that_peft_computes(case, edited):
     config, base, _ = load_weights(case)
     passes, gradients = load_passes(case)
     wanted = edited(case, tensors=lambda tensors: tensors | gradients)
-    for layer, terms in load_case(case).layers.items():
+
+    @jax.jit
+    @functools.partial(jax.grad, has_aux=True)
+    def run(terms, params):
         rank = next(iter(terms.values())).a.shape[2]
         function = dataclasses.replace(jgg.hf.moe_layer(config), lora_rank=rank, lora_targets=tuple(terms))
-        params = jgg.hf.from_hf(config, base, layer)
+        for name, term in terms.items():  # whose scales differ within a layer
+            params = params | {f"{name}_lora_a": term.a, f"{name}_lora_b": term.b * jnp.float32(term.scale)}
+        y, _ = function.apply(params, passes["x"], precision="highest")
+        return jnp.sum(y * passes["dy"]), y
 
-        def loss(terms, function=function, params=params):
-            for name, term in terms.items():  # whose scales differ within a layer
-                params = params | {f"{name}_lora_a": term.a, f"{name}_lora_b": term.b * jnp.float32(term.scale)}
-            y, _ = function.apply(params, passes["x"], precision="highest")
-            return jnp.sum(y * passes["dy"]), y
-
-        got, y = jax.jit(jax.grad(loss, has_aux=True))(terms)
+    for layer, terms in load_case(case).layers.items():
+        got, y = run(terms, jgg.hf.from_hf(config, base, layer))
         assert_close(y, passes[f"y/{layer}"], 1e-4)
         for name, term in wanted.layers[layer].items():
             assert_close((got[name].a, got[name].b), (term.a, term.b), 1e-4, name=f"{name} of layer {layer}")
