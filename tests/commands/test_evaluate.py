@@ -1,5 +1,7 @@
 """`jgg evaluate`: loss, perplexity and bits per byte of texts, and lm-eval's tasks."""
 
+import functools
+import importlib
 import json
 import math
 import re
@@ -153,7 +155,8 @@ def test_a_package_that_tasks_lack_is_of_the_extra_for_tasks(folder, monkeypatch
     ("count", "split"),
     [
         (4, ["--fsdp", 2, "--expert", 2]),
-        (8, ["--fsdp-splits", "features"]),  # by more devices than there are experts
+        # by more devices than there are experts
+        pytest.param(8, ["--fsdp-splits", "features"], marks=pytest.mark.sweep),
     ],
 )
 def test_several_devices(count, split, folder, data):
@@ -184,7 +187,7 @@ TASK = {
 }
 
 
-@pytest.mark.thorough  # lm-eval reads all of its tasks' files for one
+@pytest.mark.thorough
 @pytest.mark.usefixtures("offline")
 class TestTasks:
     """With lm-eval installed."""
@@ -202,6 +205,9 @@ class TestTasks:
     def test_a_task(self, options, capfd, tmp_path, monkeypatch):
         """Quietly: the table alone is printed."""
         monkeypatch.chdir(tmp_path)  # where git finds no repository
+        tasks = importlib.import_module("jgg.cli.evaluation.tasks")
+        # lm-eval would read the files of thousands of tasks
+        monkeypatch.setattr(tasks, "TaskManager", functools.partial(tasks.TaskManager, include_defaults=False))
         options += ["--tasks", "jgg_words", "--dtype", "float32", "--output", "out.json", "--quiet"]
         assert main(["evaluate", *map(str, options)]) == 0
         told = capfd.readouterr()
