@@ -54,10 +54,10 @@ def test_decoding_with_sinks_of_minus_infinity_is_as_without_sinks():
 
 
 def test_one_prompt_is_continued_with_x64():
-    expected = reference("gpt_oss")
+    expected = reference("qwen3_moe")
     with jax.enable_x64(True):
         prompt = np.asarray(expected["prompts"][1:2, :5], np.int64)
-        got = jgg.models.generate(loaded("gpt_oss"), prompt, expected["greedy"].shape[1])
+        got = jgg.models.generate(loaded("qwen3_moe"), prompt, expected["greedy"].shape[1])
     assert got.dtype == np.int32
     np.testing.assert_array_equal(got, expected["greedy"][1:2])
 
@@ -73,8 +73,6 @@ def test_a_stop_token_ends_its_sequence_and_repeats():
         ends = np.flatnonzero(row == stop)
         row[ends[0] if len(ends) else 6 :] = stop
     np.testing.assert_array_equal(got, wanted)
-    alone = jgg.models.generate(model, expected["prompts"][1:2, :5], 6, stop_tokens={stop})
-    np.testing.assert_array_equal(alone, wanted[1:2])
 
 
 def test_draws_follow_the_temperature_and_top_p():

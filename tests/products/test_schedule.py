@@ -69,7 +69,8 @@ def assert_bounds(bounds, starts, ends, message=""):
 
 @pytest.mark.parametrize(("group_sizes", "num_rows"), SIZES.values(), ids=SIZES.keys())
 def test_group_bounds(group_sizes, num_rows):
-    assert_bounds(group_bounds(jnp.array(group_sizes, jnp.int32), num_rows), *reference_bounds(group_sizes, num_rows))
+    bounds = jitted_bounds(jnp.array(group_sizes, jnp.int32), num_rows)
+    assert_bounds(bounds, *reference_bounds(group_sizes, num_rows))
 
 
 def test_group_bounds_of_random_sizes():
@@ -92,7 +93,7 @@ def test_group_bounds_of_other_integers(dtype):
 @pytest.mark.parametrize("offset", range(6))
 def test_group_bounds_from_an_offset(offset, num_groups):
     group_sizes, num_rows = (4, 0, 7, 2, 3), 18
-    bounds = group_bounds(jnp.array(group_sizes), num_rows, jnp.int32(offset), num_groups)
+    bounds = jitted_bounds(jnp.array(group_sizes), num_rows, jnp.int32(offset), num_groups)
     expected_starts, expected_ends = reference_bounds(group_sizes, num_rows)
     last = expected_ends[-1]
     # groups past the last one are empty
