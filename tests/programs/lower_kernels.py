@@ -211,7 +211,7 @@ def tuned_kernels(path):
 def main():
     compute_capability = int(sys.argv[1])
     dumped = Path(os.environ["JAX_TRITON_DUMP_DIR"])
-    takes_all, most = "--all" in sys.argv, 4 if "--few" in sys.argv else None
+    takes_all, most = "--all" in sys.argv, 2 if "--few" in sys.argv else None
     files = [Path(file) for file in sys.argv[2:] if not file.startswith("--")]
     leave_out_repeated_kernels(takes_all or len(files) > 0)
     kernels = [*map(tuned_kernels, files)]

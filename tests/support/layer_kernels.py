@@ -108,11 +108,11 @@ LAYERS = {
     ),
     "activation": (  # those of one projection have the curves of the gated ones
         lower_activation,
-        None,
-        *((name, True, 96, "bfloat16") for name, activation in ACTIVATIONS.items() if activation.is_gated),
+        4,
         ("swiglu", False, 768, "bfloat16"),
         ("swiglu", False, 17, "float32"),
         ("ungated_relu_squared", False, 96, "float16"),
+        *((name, True, 96, "bfloat16") for name, activation in ACTIVATIONS.items() if activation.is_gated),
     ),
     "norm": (lower_norm, 2, (2880, "bfloat16"), (8192, "float32"), (17, "float32"), (8192, "bfloat16")),
     "losses": (lower_losses, 2, (151936, 1.0), (262144, 1.0, 30.0), (49155, 0.3)),
@@ -127,9 +127,10 @@ LAYERS = {
     ),
     "packed": (
         functools.partial(lower_stored, "packed"),
-        None,
-        *(("ekn", rows) for rows in (4, 16, 32, 100, 500)),
-        *(("enk", rows) for rows in (4, 32, 100, 500)),
+        5,
+        *(("ekn", rows) for rows in (16, 100, 500)),
+        *(("enk", rows) for rows in (32, 100, 500, 4)),
+        *(("ekn", rows) for rows in (4, 32)),
     ),
     "symmetric": (  # of at most 256 rows, or with float32 results: Hopper's kernel has others
         lower_symmetric,
@@ -142,7 +143,7 @@ LAYERS = {
     ),
 }
 FP8_LAYERS = {
-    "stored": (functools.partial(lower_stored, "fp8"), None, ("ekn", 4), ("ekn", 16), ("enk", 32), ("ekn", 100)),
+    "stored": (functools.partial(lower_stored, "fp8"), 2, ("ekn", 16), ("enk", 32), ("ekn", 4), ("ekn", 100)),
     "fp8": (
         lower_fp8,
         None,
