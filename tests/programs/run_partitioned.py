@@ -37,7 +37,6 @@ LOCAL = {
     "bias alone, in plain JAX": ({"bias": P("b", "a")}, "xla"),
     "bias in more ways than w": ({"w": P("a"), "bias": P("a", "b"), "x": P(None, "c")}, None),
 }
-OTHERS = ("out-features", "in-features", "experts", "all three in plain JAX", "x alone", "bias alone, in plain JAX")
 # name: (types of the mesh's axes, how arrays are split, implementation), all inside jax.set_mesh of it
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 IN_MESH = {
@@ -51,6 +50,7 @@ REFUSED = {
     "rows": ({"x": P("a")}, None),
     "rows in plain JAX": ({"x": P("a"), "w": P("b")}, "xla"),
 }
+FEW = ("all three", "bias in more ways than w", "Explicit mesh", "mesh of both", *REFUSED)
 
 
 def mesh_of(*kinds):
@@ -371,9 +371,12 @@ def check_symmetric():
 
 def main(which="all"):
     assert jax.device_count() == 8
-    for name, (specs, implementation) in LOCAL.items():
-        if which == "all" or (name in OTHERS) == (which == "others"):
-            check_local(name, specs, implementation)
+    checks = {name: functools.partial(check_local, name, *case) for name, case in LOCAL.items()}
+    for check, names in ((check_in_mesh, IN_MESH), (check_refused, REFUSED)):
+        checks |= {name: functools.partial(check, name) for name in names}
+    for name, check in checks.items():
+        if which == "all" or (name in FEW) == (which == "few"):
+            check()
             print(name, flush=True)
     if which != "others":
         check_all_else()
@@ -383,10 +386,6 @@ def main(which="all"):
 
 
 def check_all_else():
-    for check, names in ((check_in_mesh, IN_MESH), (check_refused, REFUSED)):
-        for name in names:
-            check(name)
-            print(name, flush=True)
     check_uneven()
     check_parts_of_an_axis_are_refused()
     check_explicit_is_refused()
