@@ -5,13 +5,15 @@ import functools
 
 @functools.cache
 def quickly() -> None:
-    """Lets a launch replace Triton's language once, not again in each call of a device function: a third of its time.
+    """Lets a launch replace Triton's language once, not again in each call of a device function: a third of the time.
 
     What a device function needs to have replaced beyond that is put back with the rest.
     """
     import triton.language as tl
     from triton.runtime import interpreter
 
+    if not hasattr(interpreter, "_LangPatchScope"):  # a Triton that replaces the language in another way
+        return
     replace, dtype_of, dtypes, replaced = interpreter._patch_lang, interpreter._get_np_dtype, {}, {}
 
     def replace_once(function):
