@@ -36,7 +36,7 @@ TOKENS = np.random.default_rng(0).integers(0, 64, (8, 7))
 # name: (family, which axes of a mesh a, b, c of 2 devices each split what, options of the model)
 CASES = {
     "fsdp, data, expert by ragged_all_to_all, rematerialized": (
-        "glm4_moe",
+        "qwen3_moe",
         {"fsdp": "a", "data": "c", "expert": "b", "exchange": "ragged_all_to_all"},
         {"remat": "names"},
     ),
@@ -383,6 +383,7 @@ OTHERS = {
     "experts beside a dense MLP, fsdp, expert",
     "check_masters",
     "check_quantized",
+    "check_trained_adapters",
     "check_without_adapters",
     "check_own_sequences",
 }
