@@ -44,6 +44,7 @@ from tests.support.sharded_cases import (
 AUTO, EXPLICIT = jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit
 KINDS = {"Auto": (AUTO,) * 3, "Explicit": (EXPLICIT,) * 3, "both": (EXPLICIT, AUTO, EXPLICIT)}
 ALL = {"fsdp": "a", "expert": "b", "tensor": "c"}
+WITHOUT_FSDP = {"data": "a", "expert": "b", "tensor": "c"}
 # those options that a mesh could treat differently
 LAYERS = {
     "Auto": {"activation": "ungated_relu_squared", "shared_features": 12, "use_bias": True, "use_selection_bias": True},
@@ -272,23 +273,22 @@ def check_packed_weights(kind):
         raise AssertionError("split 32 numbers with one scale")
 
 
-def check_float32_weights():
+def check_float32_weights(axes):
     """Of tokens in bfloat16: what every device adds to a gradient is float32 too, unless fsdp scatters it."""
-    for axes in (ALL, {"data": "a", "expert": "b", "tensor": "c"}):
-        sharding = MoESharding(mesh_of(), **axes)
-        floats, chosen, dy = make("uneven")
-        tokens = {"x": floats["x"].astype(jnp.bfloat16)}
-        dy = dy.astype(jnp.bfloat16)
-        split, *others = place(floats | tokens, chosen, dy, sharding)
-        y, got, _ = on_mesh(split, *others, sharding)
-        want_y, want = on_one_device(floats | tokens, chosen, dy, np.ones(chosen.shape, bool))
-        assert y.dtype == jnp.bfloat16
-        assert distance(y, want_y) < 1e-2
-        for name, gradient in got.items():
-            assert gradient.dtype == floats[name].dtype or name == "x", name
-            assert distance(gradient, want[name]) < 1e-2, name
-        rounded = got["w_down"].astype(jnp.bfloat16).astype(jnp.float32)
-        assert bool(jnp.all(rounded == got["w_down"])) == ("fsdp" in axes)
+    sharding = MoESharding(mesh_of(), **axes)
+    floats, chosen, dy = make("uneven")
+    tokens = {"x": floats["x"].astype(jnp.bfloat16)}
+    dy = dy.astype(jnp.bfloat16)
+    split, *others = place(floats | tokens, chosen, dy, sharding)
+    y, got, _ = on_mesh(split, *others, sharding)
+    want_y, want = on_one_device(floats | tokens, chosen, dy, np.ones(chosen.shape, bool))
+    assert y.dtype == jnp.bfloat16
+    assert distance(y, want_y) < 1e-2
+    for name, gradient in got.items():
+        assert gradient.dtype == floats[name].dtype or name == "x", name
+        assert distance(gradient, want[name]) < 1e-2, name
+    rounded = got["w_down"].astype(jnp.bfloat16).astype(jnp.float32)
+    assert bool(jnp.all(rounded == got["w_down"])) == ("fsdp" in axes)
 
 
 def check_quantizing_on_explicit_axes():
@@ -341,7 +341,7 @@ def check_weights_are_not_moved():
     """Forward and backward gather no weight but those of fsdp, and keep none of those gathered."""
     floats, chosen, dy = make("uneven")
     sizes = {floats[name].size // 4 for name in ("w_gate_up", "w_down")}  # of a device, fsdp gathered
-    for axes, expected in (({"data": "a", "expert": "b", "tensor": "c"}, 0), (ALL, 4)):
+    for axes, expected in ((WITHOUT_FSDP, 0), (ALL, 4)):
         sharding = MoESharding(mesh_of(), **axes)
         compiled = program_on_mesh(sharding).lower(*place(floats, chosen, dy, sharding)).compile().as_text()
         gathered = [
@@ -369,8 +369,8 @@ def check_interleave():
     arrays, chosen, _ = make("uneven")
 
     def y(sharding, arrays, **options):
-        options |= {"topk_indices": chosen, "w_layout": "ekn", "precision": "highest"}
-        return sharded_moe_mlp(**arrays, sharding=sharding, **options)[0]
+        options |= {"topk_indices": chosen, "w_layout": "ekn", "precision": "highest", "sharding": sharding}
+        return jax.jit(lambda arrays: sharded_moe_mlp(**arrays, **options)[0])(arrays)
 
     want = y(MoESharding(mesh_of(), data="a"), arrays)
     arrays |= {name: interleave(arrays[name]) for name in ("w_gate_up", "b_gate_up")}
@@ -400,7 +400,7 @@ def check_all_else():
     check_quantized_weights()
     check_fp8()
     check_packed_weights("Auto")
-    check_float32_weights()
+    check_float32_weights(WITHOUT_FSDP)
     check_quantizing_on_explicit_axes()
     check_weights_are_not_moved()
     check_explicit_weights_are_refused()
@@ -411,6 +411,7 @@ def check_all_else():
 
 
 def check_others():
+    check_float32_weights(ALL)
     check_quantized_layer()
     check_split_features_of_quantized_weights()
     check_fp8_with_terms()

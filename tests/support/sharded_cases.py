@@ -54,6 +54,7 @@ for exchange in ("all_gather", "ragged_all_to_all"):
 OTHER_CASES = (
     "data",
     "fsdp",
+    "tensor",
     "expert by all-gather",
     "expert by ragged all-to-all",
     "all-gather, room for a third",
@@ -62,6 +63,7 @@ OTHER_CASES = (
     "overloaded device, all_gather",
     "overloaded device, ragged_all_to_all",
     "overloaded device with an even share of room, all_gather",
+    "overloaded device with an even share of room, ragged_all_to_all",
 )
 # those with terms of low rank too
 LOW_RANK_CASES = [
