@@ -22,7 +22,7 @@ from jgg.cli import main
 from jgg.cli.errors import UsageError, enough_memory, writes
 from jgg.cli.memory import take_most
 from jgg.cli.parsing import parse
-from jgg.cli.training import devices, loop
+from jgg.cli.training import devices, folders, loop
 from jgg.cli.training.data import data_of
 from jgg.core.quantized import count_numbers
 from tests.support.models import config_of, folder_with_tokenizer, with_mxfp4
@@ -363,12 +363,13 @@ def test_other_options_are_named_where_a_run_goes_on(folder, error, monkeypatch)
     class Ended(Exception):
         pass
 
-    def end(*_, **__):
+    def end(run, *_):
+        folders.note(run.args, run.noted)
         raise Ended
 
     arguments = "model", *NEEDED, "--checkpoints", "run", "--steps", "3"
     with monkeypatch.context() as patch, pytest.raises(Ended):
-        patch.setattr(jgg.models, "load", end)
+        patch.setattr(loop, "fit", end)
         main(["finetune", *arguments])
     (folder.parent / "run" / "2").mkdir()
     changes = {
