@@ -260,7 +260,7 @@ def test_a_run_that_another_keeps_from_its_checkpoints_writes_nothing(folder, ca
     """The other has no checkpoint yet, and its own command must still go on."""
     args = parse([*FINETUNE.split(), "--output", "a", "--checkpoints", "ck"])
     folders.note(args, folders.noted_of(3, "abc", datetime.date.today()))
-    (folder / "ck/adapters.sha256").write_text("a digest\n")
+    (folder / "ck/adapters.sha256").write_text(f"{'0' * 64}\n")
     with folder_lock(folder / "ck"):
         before = content(folder)
         with pytest.raises(SystemExit, match="must be a folder that no other run uses"):
