@@ -11,13 +11,16 @@ from jgg.cli.commands import COMMANDS
 from jgg.cli.declarations import REQUIRED, Declaration, Flag, Options, add_options
 from jgg.core.versions import __version__
 
+# also in pyproject.toml, mkdocs.yml and README.md
+DESCRIPTION = "Fine-tune, train and run mixture-of-experts (MoE) models in JAX, with fast Triton kernels for NVIDIA GPUs."
+
 
 def make_parser() -> Parser:
     """Makes the parser of `jgg` and its commands.
 
     Parsed arguments have the options that are given, `command`, its name, and `parser`, the command's.
     """
-    parser = Parser(prog="jgg", description="Grouped GEMM for JAX mixture-of-experts training.")
+    parser = Parser(prog="jgg", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"jgg {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     for name, options in COMMANDS.items():

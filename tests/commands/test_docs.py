@@ -10,6 +10,7 @@ from urllib.parse import urlparse
 import pytest
 
 import jgg
+from jgg.cli.parsing import DESCRIPTION
 from jgg.core.versions import REQUIREMENTS
 from jgg.hf.families import FAMILIES
 from tests.support import processes
@@ -212,6 +213,14 @@ def test_titles_are_those_of_the_navigation():
         assert text.startswith(f"# {title}\n"), path
 
 
+def test_one_sentence_describes_jgg_everywhere():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["description"] == DESCRIPTION
+    assert f"\nsite_description: {DESCRIPTION}\n" in SETTINGS
+    first = next(line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\w", line))
+    assert first == DESCRIPTION
+
+
 def test_pages_have_titles_and_descriptions_of_their_own():
     nav = {path: title for title, path in re.findall(r"^ +- (.+?): (\S+\.md)$", SETTINGS, re.MULTILINE)}
     assert docs_search.TITLES.keys() <= nav.keys()
@@ -289,11 +298,11 @@ def test_readme_is_cited_as_the_citation_file_says():
 
 @pytest.mark.thorough
 def test_programs_of_pages_run():
-    """All but README's, which has its own test, in one process; each has names of its own."""
-    pages = "".join((DOCS / name).read_text() for name in ("index.md", "guide.md", "fp8.md"))
-    first, *programs = PROGRAM.findall(pages)
+    """All but README's, which has its own test, in one process; the blocks of a page share their names."""
+    (first, *others), *pages = (PROGRAM.findall((DOCS / name).read_text()) for name in ("index.md", "guide.md", "fp8.md"))
     assert [first] == PROGRAM.findall((ROOT / "README.md").read_text())
-    assert len(programs) == 4
+    programs = ["\n".join(blocks) for blocks in (others, *pages)]
+    assert all(programs)
     run_each = "import sys\nfor program in sys.argv[1:]: exec(program, {})"
     processes.run("-c", run_each, *programs, JAX_PLATFORMS="cpu")
 
