@@ -16,7 +16,7 @@ from tools import layers_picture, learning_picture, models_tables
 from tools.measurements import ROOT, Row, measurements, table
 from tools.speed_picture import BARS, BOUND, THEMES, draw
 
-PAGES = ("README.md", "docs/index.md", "docs/performance.md", "docs/fp8.md", "docs/scaling.md")
+PAGES = ("README.md", "benchmarks/2026-11.md", "docs/index.md", "docs/performance.md", "docs/scaling.md")
 DIRECTIONS = ("forward", "dX", "dW")  # the ops of a training step; "gather" is not counted
 PICTURED = "Qwen3-30B"  # the layer of the picture of JAX libraries
 
