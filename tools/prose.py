@@ -1,0 +1,117 @@
+"""Counts phrases that make jgg's texts read as translated, and the words of its docs.
+
+    python -m tools.prose
+
+It reads README and docs (without the reference and the changelog), the docstrings of public names, every `--help` and
+the notebooks, prints file:line of each phrase that occurs more often than ALLOWED says, and then exits with 1.
+"""
+
+import ast
+import collections
+import json
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from jgg.cli.parsing import make_parser
+
+ROOT = Path(__file__).parent.parent
+ALLOWED = {  # phrase: how often it may stand in pages, docstrings, help and notebooks; these numbers only go down
+    "in the place of": (7, 17, 4, 0),
+    "of which": (5, 22, 0, 1),
+    "by which": (8, 22, 0, 0),
+    "is concerned": (0, 0, 0, 0),
+    "anew": (5, 4, 0, 0),
+    "mend": (4, 2, 2, 0),
+    "as it is": (7, 22, 1, 0),
+    "as they are": (10, 20, 0, 1),
+    "so many": (0, 21, 1, 1),
+    "those that are": (2, 12, 0, 0),
+    "those who": (2, 0, 0, 0),
+    "that of": (15, 36, 1, 3),
+    "beside": (50, 75, 6, 5),
+}
+MOST_WORDS = 24_000  # of docs/*.md without the changelog
+Text = tuple[str, str]  # where it stands, with what comes before a number of a line, and what it says
+
+
+def pages() -> Iterator[Text]:
+    """README and the pages of the site."""
+    for path in [ROOT / "README.md", *sorted(ROOT.glob("docs/*.md"))]:
+        yield f"{path.relative_to(ROOT)}:", path.read_text()
+
+
+def docstrings() -> Iterator[Text]:
+    """The docstrings of modules, and of the classes, functions and methods in them, whose names have no underscore."""
+    for path in sorted(ROOT.glob("jgg/**/*.py")):
+        if all(part == "__init__.py" or not part.startswith("_") for part in path.relative_to(ROOT).parts):
+            yield f"{path.relative_to(ROOT)}:", _docstrings_in(path.read_text())
+
+
+def _docstrings_in(code: str) -> str:
+    """The lines of a module that are docstrings of public names; other lines are empty, so that numbers stay."""
+    lines, kept, owners = code.splitlines(), collections.defaultdict(str), [ast.parse(code)]
+    for owner in owners:
+        if ast.get_docstring(owner):
+            text = owner.body[0]
+            kept |= {number: lines[number - 1] for number in range(text.lineno, text.end_lineno + 1)}
+        members = [] if isinstance(owner, ast.FunctionDef) else owner.body
+        owners += [
+            each for each in members
+            if isinstance(each, ast.ClassDef | ast.FunctionDef) and (each.name[0] != "_" or each.name == "__call__")
+        ]  # fmt: skip
+    return "\n".join(kept[number] for number in range(1, len(lines) + 1))
+
+
+def helps() -> Iterator[Text]:
+    """What `jgg --help` and `jgg COMMAND --help` print."""
+    parser = make_parser()
+    yield "jgg --help:", parser.format_help()
+    (commands,) = (action.choices for action in parser._actions if action.dest == "command")
+    for name, command in commands.items():
+        yield f"jgg {name} --help:", command.format_help()
+
+
+def notebooks() -> Iterator[Text]:
+    """The cells of the notebooks, without outputs."""
+    for path in sorted(ROOT.glob("notebooks/*.ipynb")):
+        for i, cell in enumerate(json.loads(path.read_text())["cells"]):
+            yield f"{path.relative_to(ROOT)}:cell {i}:", "".join(cell["source"])
+
+
+KINDS = {"pages": pages, "docstrings": docstrings, "help": helps, "notebooks": notebooks}
+
+
+def found(kind: str) -> dict[str, list[str]]:
+    """Where each phrase stands in the texts of a kind."""
+    places = collections.defaultdict(list)
+    for where, text in KINDS[kind]():
+        for phrase in ALLOWED:
+            # matches "mended" too, and line breaks for spaces
+            pattern = rf"\b{phrase}(?:s|ed|ing)?\b".replace(" ", r"\s+")
+            for match in re.finditer(pattern, text, re.IGNORECASE):
+                places[phrase].append(f"{where}{text.count('\n', 0, match.start()) + 1}")
+    return dict(places)
+
+
+def too_many() -> Iterator[str]:
+    """A line for each place of the phrases that are too many, after one that says how many there may be."""
+    for i, kind in enumerate(KINDS):
+        for phrase, places in found(kind).items():
+            allowed = ALLOWED[phrase][i]
+            if len(places) > allowed:
+                yield f'{kind}: "{phrase}": {len(places)}, allowed: {allowed}'
+                yield from (f"  {place}" for place in places)
+
+
+def main() -> int:
+    """Prints what is too many, and the number of words in the docs, as `wc -w` counts them."""
+    lines = list(too_many())
+    words = sum(len(path.read_text().split()) for path in ROOT.glob("docs/*.md"))
+    print(*lines, f"docs: {words:,} words; the limit is {MOST_WORDS:,}", sep="\n")
+    return int(bool(lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
