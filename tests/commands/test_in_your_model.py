@@ -10,7 +10,7 @@ from tests.support.documents import code_of, run_code
 
 pytestmark = pytest.mark.usefixtures("as_a_reader_runs_it")
 MASTERS = "Bfloat16 parameters with float32 masters"
-SECTIONS = "Train", MASTERS, "Many layers", "Freeze the experts"
+SECTIONS = "Train", "Linen", MASTERS, "Many layers", "Freeze the experts"
 
 
 @pytest.fixture(scope="module")
@@ -21,11 +21,14 @@ def blocks():
 
 @pytest.mark.thorough
 def test_it_trains_and_scans(blocks):
-    names = run_code("\n".join(code for section in SECTIONS[:3] for code in blocks[section]))
+    names = run_code("\n".join(code for section in SECTIONS[:4] for code in blocks[section]))
     assert names["losses"][-1] < names["losses"][0]
     assert names["block"].moe.w_down.dtype == "bfloat16" and names["block"].norm.scale.dtype == "float32"
     assert names["y"].shape == names["x"].shape
     assert names["balance"].shape == (4,)
+    of_linen = names["gradients"]["moe"]
+    assert of_linen.keys() == {"w_router", "w_gate_up", "w_down"}
+    assert all(np.any(gradient) for gradient in of_linen.values())
 
 
 @pytest.mark.thorough
