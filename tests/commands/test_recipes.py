@@ -116,10 +116,10 @@ COMPARISONS = {
     "Arrays": 0,
     "jax.lax.ragged_dot": 2,
     "tokamax": 0,
-    "MegaBlox": 2,
+    "MegaBlox": 1,
     "TransformerEngine": 1,
     "Unsloth": 1,
-    "megablocks": 2,
+    "megablocks": 1,
 }
 
 
