@@ -15,6 +15,7 @@ TITLES = {
     "evaluate.md": "Evaluate MoE models: perplexity and lm-eval's tasks",
     "reinforcement-learning.md": "Reinforcement learning of MoE models in JAX (GRPO)",
     "save.md": "Save, resume and restore MoE models",
+    "supported.md": "What is supported: features, GPUs, model families",
     "serve.md": "Serve models and LoRA adapters with vLLM and SGLang",
     "scaling.md": "Expert parallelism and FSDP on several GPUs",
     "fp8.md": "FP8 training of MoE layers",

@@ -64,36 +64,30 @@ def summary() -> str:
         for passes in ("both", "forward")
     )
     text = (
-        f"On an H200 in bfloat16, jgg's GEMMs reach {_range(of_dense, 100)}% of the speed of one dense GEMM with as "
-        f"many FLOPs. By geometric mean over the GEMMs of seven layers they are {_range(quack)} times as fast as "
-        f"QuACK and {_range(torch)} times as fast as `torch._grouped_mm`, depending on the operation. QuACK is faster "
-        f"in {len(slower)} of {len(gemms)} GEMMs, by {_percents(slower)}. Whole layers, by `jgg.route` and "
-        f"`jgg.moe_mlp` with bfloat16 weights, take {_mean(sonic):.2f} of SonicMoE's time in the forward pass; "
-        f"SonicMoE is faster in {len(slower_layers)} of {len(sonic)}, by {_percents(slower_layers)}. On an H100, "
-        f"forward and backward of `jgg.nnx.MoE` with Flax's float32 parameters together take {_range(flax_both)} times "
-        f"as long as those of `jgg.moe_mlp` with bfloat16 weights; forward alone takes {_range(flax_forward)} times as "
-        "long."
+        f"On an H200 in bfloat16, jgg's GEMMs reach {_range(of_dense, 100)}% of the speed of a dense GEMM with the "
+        f"same FLOPs. Over the GEMMs of seven layers they are {_range(quack)}x as fast as QuACK and {_range(torch)}x "
+        f"as fast as `torch._grouped_mm`, depending on the operation (geometric means); QuACK is faster in "
+        f"{len(slower)} of {len(gemms)}, by {_percents(slower)}. Whole layers with bfloat16 weights take "
+        f"{_mean(sonic):.2f}x SonicMoE's forward time; SonicMoE is faster in {len(slower_layers)} of {len(sonic)}, by "
+        f"{_percents(slower_layers)}. On an H100, Flax's float32 parameters make forward and backward take "
+        f"{_range(flax_both)}x as long as bfloat16 weights, and forward alone {_range(flax_forward)}x."
     )
     return textwrap.fill(text, 120, break_on_hyphens=False)
 
 
 def claim() -> str:
-    """README's first numbers: jgg beside the other libraries of JAX, and what a fine-tuning takes."""
+    """README's first numbers: jgg compared with other JAX libraries, and a fine-tuning run."""
     times: dict[tuple[str, str], str] = {}
     for row in measurements("jax_libraries"):
         times[row["what"].partition(",")[0], row["library"]] = row["ms"]
     step = next(what for what, _ in times if "in MaxText" in what)
-    block, gmm, tokamax = (float(times[step, name]) for name in ("jgg", "jgg_gmm", "tokamax"))
-    layer = [float(times["one layer", name]) for name in ("jgg", "tokamax")]
+    block, tokamax = (float(times[step, name]) for name in ("jgg", "tokamax"))
     count = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six"}[int(re.findall(r"\d+", step)[0])]
     tuned = next(row for row in models_tables.fastest() if (row["gpu"], row["model"]) == ("H200", "gpt-oss-20b"))
     text = (
-        f"**MaxText trains {tokamax / block:.2f} times as fast with jgg** as with tokamax: on an H100 a step of a "
-        f"model of {count} of Qwen3-30B-A3B's layers takes {block:.0f} ms with jgg's block of routed experts and "
-        f"{tokamax:.0f} ms with tokamax's grouped GEMMs; with jgg's grouped GEMMs in the place of tokamax's it takes "
-        f"{gmm:.0f} ms. Outside MaxText, the experts of one layer take {layer[0]:.2f} ms forward with jgg and "
-        f"{layer[1]:.2f} with tokamax. `jax.lax.ragged_dot` runs out of memory there, and in MaxText with two layers. "
-        "On one H200, jgg fine-tunes gpt-oss-20b with random weights by LoRA at "
+        f"**MaxText trains {tokamax / block:.2f}x as fast with jgg as with tokamax**: on an H100, a step with {count} "
+        f"of Qwen3-30B-A3B's layers takes {block:.0f} ms instead of {tokamax:.0f}, and `jax.lax.ragged_dot` runs out "
+        "of memory with two. On one H200, jgg fine-tunes gpt-oss-20b (random weights) with LoRA at "
         f"{int(tuned['tokens_per_s']):,} tokens/s in {float(tuned['peak_gib']):.0f} GiB."
     )
     return textwrap.fill(text, 120, break_on_hyphens=False)

@@ -1,4 +1,4 @@
-"""The picture of README: a bar for the speed of each library at the GEMMs of each layer. `tools.speed` writes it."""
+"""The picture of Speed: a bar for the speed of each library at the GEMMs of each layer. `tools.speed` writes it."""
 
 BARS = {"tflops": "jgg", "quack": "QuACK", "torch": "torch._grouped_mm"}  # column of gemms.csv: its name in the picture
 BOUND = "dense"
