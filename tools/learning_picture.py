@@ -8,14 +8,14 @@ from tools.speed_picture import WIDTH, svg, text
 TITLE = "The demo's model learns by GRPO on two CPU cores"
 SUBTITLE = "means of ten steps, 256 answers each"
 LINES = {"reward": ("tflops", "reward"), "right": ("quack", "answers that are all right")}  # column: color and name
-TOP, HEIGHT, LEFT, BOTTOM = 104, 240, 60, 44  # pixels
+TOP, HEIGHT, LEFT, BOTTOM = 92, 200, 50, 44  # pixels
 
 
 def draw(rows: list[Row], theme: dict) -> str:
     """Returns the picture as SVG in the colors of a theme (one of `tools.speed_picture.THEMES`)."""
     last = max(int(row["step"]) for row in rows)
     scale = (WIDTH - LEFT - 20) / last
-    parts = [text(0, 22, TITLE, theme["text"], 20, "bold"), text(0, 46, SUBTITLE, theme["faint"])]
+    parts = [text(0, 18, TITLE, theme["text"], 15, "bold"), text(0, 40, SUBTITLE, theme["faint"])]
     parts += [*_axes(last, scale, theme), *_legend(theme)]
     for column, (color, _) in LINES.items():
         points = [(LEFT + scale * int(row["step"]), _height(float(row[column]))) for row in rows]
@@ -42,6 +42,6 @@ def _axes(last: int, scale: float, theme: dict) -> Iterator[str]:
 def _legend(theme: dict) -> Iterator[str]:
     x = 0
     for color, name in LINES.values():
-        yield f'<rect x="{x}" y="64" width="14" height="14" fill="{theme["bars"][color][0]}"/>'
-        yield text(x + 20, 76, name, theme["text"])
-        x += 50 + 9 * len(name)
+        yield f'<rect x="{x}" y="54" width="14" height="14" fill="{theme["bars"][color][0]}"/>'
+        yield text(x + 20, 66, name, theme["text"])
+        x += 40 + 8 * len(name)

@@ -16,20 +16,14 @@ THEMES: dict[str, dict] = {  # colors of text, and of each bar with the number i
         "bars": {"tflops": ("#8c9eff", "#1b1f24"), "quack": ("#6b7a83", "#ffffff"), "torch": ("#46525a", "#ffffff")},
     },
 }
-WIDTH, LEFT, RIGHT, TOP, BAR, GAP = (
-    720,
-    190,
-    60,
-    104,
-    14,
-    16,
-)  # pixels; LEFT has the layers' names, RIGHT the last label
+# pixels; narrow, so that a phone, of 390, nearly shows it in full size. LEFT has layers' names, RIGHT the last label.
+WIDTH, LEFT, RIGHT, TOP, BAR, GAP = 474, 140, 34, 84, 14, 16
 
 
 def draw(speeds: dict[str, dict[str, float]], theme: dict) -> str:
     """Returns the picture as SVG in the colors of a theme; the background is transparent."""
     scale = (WIDTH - LEFT - RIGHT) / max(each[BOUND] for each in speeds.values())
-    parts = [text(0, 22, TITLE, theme["text"], 20, "bold"), text(0, 46, SUBTITLE, theme["faint"]), *_legend(theme)]
+    parts = [text(0, 18, TITLE, theme["text"], 15, "bold"), text(0, 40, SUBTITLE, theme["faint"]), *_legend(theme)]
     y = TOP
     for layer, each in speeds.items():
         parts += _layer(y, layer, each, scale, theme)
@@ -49,11 +43,11 @@ def _legend(theme):
     """A square and a name for each library, and a line for the bound."""
     x = 0
     for name, label in BARS.items():
-        yield f'<rect x="{x}" y="64" width="14" height="14" fill="{theme["bars"][name][0]}"/>'
-        yield text(x + 20, 76, label, theme["text"])
-        x += 50 + 9 * len(label)
-    yield _line(x, 62, 18, theme)
-    yield text(x + 10, 76, "dense cuBLAS", theme["text"])
+        yield f'<rect x="{x}" y="54" width="14" height="14" fill="{theme["bars"][name][0]}"/>'
+        yield text(x + 20, 66, label, theme["text"])
+        x += 40 + 8 * len(label)
+    yield _line(x, 52, 18, theme)
+    yield text(x + 10, 66, "dense cuBLAS", theme["text"])
 
 
 def _layer(y, layer, speeds, scale, theme):
@@ -76,7 +70,7 @@ def _line(x, y, height, theme):
 
 
 def text(
-    x: float, y: float, words: str, color: str, size: int = 15, weight: str = "normal", anchor: str = "start"
+    x: float, y: float, words: str, color: str, size: int = 13, weight: str = "normal", anchor: str = "start"
 ) -> str:
     """Words whose start, middle or end (the anchor) is at x."""
     style = f'fill="{color}" font-size="{size}" font-weight="{weight}" text-anchor="{anchor}"'
