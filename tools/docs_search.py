@@ -4,7 +4,7 @@ import re
 
 # of pages whose headings say too little beside those of other sites
 TITLES = {
-    "index.md": "Mixture of experts for JAX",
+    "index.md": "Fine-tune, train and run MoE models in JAX",
     "guide.md": "Guide: grouped GEMM and MoE layers in JAX",
     "in-your-model.md": "MoE layers in your own Flax model",
     "optimizers.md": "Muon for MoE models in JAX",
