@@ -54,7 +54,7 @@ class Info(Output):
     """Show versions, devices, which implementation jgg uses here, and what to mend."""
 
     example = "jgg info"
-    page = "command/#for-programs"
+    page = "command/#json-and-exit-codes"
     module = "jgg.cli.info"
 
 
