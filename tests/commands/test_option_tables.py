@@ -9,32 +9,34 @@ from jgg.cli.declarations import REQUIRED
 from tests.support.processes import ROOT
 
 ELSEWHERE = {"train": ["fine-tune"]}  # pages whose tables the command's page refers to
-IN_PROSE = {  # options that a page explains before its table
+IN_PROSE = {  # options that a page explains outside its table
     "evaluate": {"data", "tasks", "include_path", "coordinator", "processes", "process"},
     "finetune": {"data", "split"},
     "train": {"data"},
 }
+OF_DEVICES = {"fsdp", "expert", "fsdp_splits", "exchange", "buffer_factor"}  # a section of train.md explains them
+
+
+def text_of(page):
+    return (ROOT / "docs" / f"{page}.md").read_text()
 
 
 def table(page):
-    """The default that the page's table shows for each option."""
+    """What the page's table shows for each option: its name, and its default if it has one."""
     shown = {}
-    for line in (ROOT / "docs" / f"{page}.md").read_text().splitlines():
+    for line in text_of(page).splitlines():
         if line.startswith("| `--"):
-            options, default = line.split("|")[1:3]
-            for option in re.findall("--(?:no-)?([a-z0-9-]+)", options):
-                shown[option.replace("-", "_")] = default.replace("`", "").strip()
+            for option, default in re.findall("`--(?:no-)?([a-z0-9-]+) ?(.*?)`", line.partition(" | ")[0]):
+                shown[option.replace("-", "_")] = default
     return shown
 
 
 def words_of(option):
-    """What a table shows as a default; nothing where the words depend on the option."""
+    """The number or name that a table shows after an option; nothing where words say the default."""
     default = option.default
-    if default is True or default is None or default is REQUIRED:
-        return option.shown or ""
-    if default is False:
-        return "" if option.action == "store_true" else "no"
-    return option.shown or (f"{default:g}" if isinstance(default, float) else str(default))
+    if option.shown or default is None or default is REQUIRED or isinstance(default, bool):
+        return "".join(re.findall(r"^\d[\de.-]*", option.shown or ""))
+    return f"{default:g}" if isinstance(default, float) else str(default)
 
 
 @pytest.mark.parametrize("command", IN_PROSE)
@@ -44,5 +46,14 @@ def test_a_table_has_each_option_and_its_default(command):
     assert own.keys() <= declared.keys()
     known = own.keys() | IN_PROSE[command] | {name for other in ELSEWHERE.get(command, ()) for name in table(other)}
     assert known >= {name for name, option in declared.items() if not option.is_place}
-    for name in own.keys() - {"targets"}:
-        assert words_of(declared[name]) in own[name], name
+    for name in own.keys() - OF_DEVICES:
+        assert own[name].startswith(words_of(declared[name])), name
+
+
+def test_options_of_devices_are_explained_with_their_defaults():
+    section = text_of("train").partition("\n## Several GPUs and processes\n")[2]
+    for command in IN_PROSE:
+        for name in OF_DEVICES:
+            option = COMMANDS[command].declared()[name]
+            assert f"`--{name.replace('_', '-')}" in section
+            assert option.default is None or f"`{option.default}`" in section, name
