@@ -12,7 +12,10 @@ from jgg.cli.declarations import REQUIRED, Declaration, Flag, Options, add_optio
 from jgg.core.versions import __version__
 
 # also in pyproject.toml, mkdocs.yml and README.md
-DESCRIPTION = "Fine-tune, train and run mixture-of-experts (MoE) models in JAX, with fast Triton kernels for NVIDIA GPUs."
+DESCRIPTION = (
+    "Fine-tune, train and run mixture-of-experts (MoE) models in JAX, "
+    "with fast Triton kernels for NVIDIA GPUs."
+)
 
 
 def make_parser() -> Parser:
