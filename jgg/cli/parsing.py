@@ -13,8 +13,7 @@ from jgg.core.versions import __version__
 
 # also in pyproject.toml, mkdocs.yml and README.md
 DESCRIPTION = (
-    "Fine-tune, train and run mixture-of-experts (MoE) models in JAX, "
-    "with fast Triton kernels for NVIDIA GPUs."
+    "Fine-tune, train and run mixture-of-experts (MoE) models in JAX, with fast Triton kernels for NVIDIA GPUs."
 )
 
 
