@@ -49,12 +49,12 @@ def run(args: Any, command: Callable[[Any], int] | None = None) -> int:
     except RuntimeError as error:
         if not str(error).startswith("Unable to initialize backend"):
             raise
-        print(f"jgg: {error}\nSee jgg info for what to mend.", file=sys.stderr)
+        print(f"jgg: {error}\nSee jgg info for what to fix.", file=sys.stderr)
         return 1
     except AssertionError:
         if _has_device():
             raise
-        print("jgg: JAX has no device.\nSee jgg info for what to mend.", file=sys.stderr)
+        print("jgg: JAX has no device.\nSee jgg info for what to fix.", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("Interrupted.", file=sys.stderr)

@@ -51,7 +51,7 @@ class Products(Output):
 
 @dataclasses.dataclass(kw_only=True)
 class Info(Output):
-    """Show versions, devices, which implementation jgg uses here, and what to mend."""
+    """Show versions, devices, which implementation jgg uses here, and what to fix."""
 
     example = "jgg info"
     page = "command/#json-and-exit-codes"

@@ -187,7 +187,7 @@ def _lines(facts: Facts, assessment: dict):
     yield f"  {assessment['implementation']}: {assessment['reason']}"
     yield "Tuned configurations, in the order in which they are looked up"
     yield from _tuned_lines(facts)
-    yield "To mend" if assessment["problems"] else "Nothing to mend"
+    yield "To fix" if assessment["problems"] else "No problems found"
     for problem in assessment["problems"]:
         yield f"  {problem['what']}\n    {problem['command']}"
 

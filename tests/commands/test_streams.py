@@ -85,7 +85,7 @@ def test_a_platform_that_is_not_installed_is_named_in_a_line(monkeypatch, capsys
         main(["info"])
     monkeypatch.setattr("jax.devices", devices)
     assert main(["info"]) == 1
-    assert capsys.readouterr().err == "jgg: JAX has no device.\nSee jgg info for what to mend.\n"
+    assert capsys.readouterr().err == "jgg: JAX has no device.\nSee jgg info for what to fix.\n"
 
 
 @pytest.mark.parametrize("error", [RuntimeError("Something else"), NO_SPACE], ids=["any", "of a file"])
