@@ -177,4 +177,4 @@ def add_options(parser: argparse.ArgumentParser, options: type[Options], *names:
             settings["default"] = None if each.default is REQUIRED else each.default
         action = group.add_argument(name if each.is_place else each.flag(name), **settings)
         if each.action is Flag:  # both stay known to the parser
-            action.option_strings = [action.option_strings[int(each.default)]]
+            action.option_strings = [action.option_strings[bool(each.default)]]
