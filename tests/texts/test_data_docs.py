@@ -25,15 +25,12 @@ def test_what_is_learned_of_the_rows_of_the_page(tmp_path):
 
 
 def test_the_programs_of_the_page(tmp_path, capsys):
-    pa = pytest.importorskip("pyarrow")
-    import pyarrow.parquet as pq
-
     (tmp_path / "model").mkdir()
     folder_of(tmp_path / "model", template=LOOP)
     jsonl(tmp_path, *ROWS, *ROWS, name="train.jsonl")
     jsonl(tmp_path, *ROWS, name="test.jsonl")
-    pq.write_table(pa.Table.from_pylist([ROWS[1]]), tmp_path / "chat.parquet")
-    names = run_code("\n".join([*code_of("data.md", "Batches"), *code_of("data.md", "Mixing")]))
+    jsonl(tmp_path, ROWS[1], name="other.jsonl")
+    names = run_code("\n".join([*code_of("data.md", "Batches"), *code_of("data.md", "Mix datasets")]))
     assert capsys.readouterr().out.startswith("6 examples in 1 sequences")
     assert all(array.shape == (1, 4, 2048) for array in names["batch"].values())
     assert names["num_learned"] == names["held_out"].num_learned > 0
