@@ -22,9 +22,9 @@ class MoE(nn.Module, LayerOptions):
     `nn.with_partitioning`.
 
     Matrices in the "params" of `apply` may each be a `jgg.QuantizedArray`. Its gradient is zeros in FP8, and so is the
-    gradient of a matrix beside a LoRA adapter; to have none, differentiate in the other parameters alone. With
+    gradient of a matrix with a LoRA adapter. To skip these gradients, differentiate only in the other parameters. With
     parameters in MXFP4 this is the only way, as `jax.grad` refuses bytes. Adapters are "params" too, named as in
-    `jgg.nnx.MoE`; to train them alone, mask the optimizer by `"_lora_" in name`, or differentiate in them alone.
+    `jgg.nnx.MoE`. To train only them, mask the optimizer by `"_lora_" in name`, or differentiate only in them.
     `jgg.layers.MoELayer.merge_adapters` merges them.
 
     Examples:
@@ -37,7 +37,7 @@ class MoE(nn.Module, LayerOptions):
     Args:
       hidden_features, num_experts, topk and options from score to lora_targets: as in `jgg.layers.LayerOptions`.
       dtype: dtype of the computation, which x is cast to; by default the promoted dtype of x and all parameters except
-        the router's and the adapters. Parameters stay as they are, and so do their gradients.
+        the router's and the adapters. Parameters and their gradients keep their own dtypes.
       param_dtype: dtype of the parameters.
       precision: as in `jgg.grouped_gemm`.
       implementation: as in `jgg.nnx.MoE`.

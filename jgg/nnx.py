@@ -28,10 +28,10 @@ class SelectionBias(nnx.Variable[jax.Array]):
 
 
 class Frozen(nnx.Variable[Any]):
-    """A matrix that is not trained, such as a `jgg.QuantizedArray`, in the place of a layer's `nnx.Param`.
+    """A matrix that is not trained, such as a `jgg.QuantizedArray`; it replaces a layer's `nnx.Param`.
 
-    `nnx.grad` and optimizers leave it alone, because they take an `nnx.Param` only. `nnx.state` has it, so checkpoints
-    do. `load_params` makes one of each QuantizedArray that it gets.
+    `nnx.grad` and optimizers leave it alone, because they only take an `nnx.Param`. `nnx.state` includes it, and so do
+    checkpoints. `load_params` makes one of each QuantizedArray that it gets.
 
     Examples:
       >>> import jgg, jgg.nnx
@@ -75,7 +75,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
       >>> layer(jax.numpy.ones((2, 16, 64))).shape
       (2, 16, 64)
 
-      With LoRA, the adapters are `nnx.LoRAParam`, and gradients and optimizers take them alone:
+      With LoRA, the adapters are `nnx.LoRAParam`, so gradients and optimizers can select them:
 
       >>> layer = jgg.nnx.MoE(64, 128, num_experts=8, topk=2, lora_rank=4, rngs=nnx.Rngs(0))
       >>> loss = lambda layer, x: (layer(x) ** 2).sum()
@@ -88,10 +88,10 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
       in_features: H, features of x and y.
       hidden_features, num_experts, topk and options from score to lora_targets: as in `jgg.layers.LayerOptions`.
       dtype: dtype of the computation, which x is cast to; by default the promoted dtype of x and all parameters except
-        the router's and the adapters. Parameters stay as they are, and so do their gradients.
+        the router's and the adapters. Parameters and their gradients keep their own dtypes.
       param_dtype: dtype of the parameters.
-      lora_param_dtype: dtype of the LoRA adapters and of their gradients, beside parameters of any dtype. Products
-        round the adapters to the dtype of the computation.
+      lora_param_dtype: dtype of the LoRA adapters and of their gradients, whatever the dtype of other parameters.
+        Products round the adapters to the dtype of the computation.
       precision: as in `jgg.grouped_gemm`.
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8; None for the dtype of the computation.
       kernel_init: initializer of the experts, w_gate_up [E, H, 2 * I] and w_down [E, I, H].
@@ -100,8 +100,8 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
       kernel_metadata: metadata of w_gate_up and w_down, such as their sharding.
       sharding: how the layer is split over a mesh, a `jgg.sharding.MoESharding`. Parameters are created already
         sharded; the tokens of x are split over `sharding.token_axes`.
-      implementation: as in `jgg.grouped_gemm`, of the shared experts too; by default a table of measurements says which
-        of their products the kernels compute.
+      implementation: as in `jgg.grouped_gemm`, also for the shared experts; by default a table of measurements decides
+        which of their products the kernels compute.
       rngs: random number generators; the stream "params" is used.
     """
 
@@ -174,17 +174,17 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         - "topk_indices", int32 [..., k]: the experts that each token went to.
 
         Args:
-          topk_indices: integer [..., k], experts to use instead of the router's choice, such as a former call sowed,
-            with -1 for a choice of the router; as in `jgg.route`, an index past the last expert adds nothing, and an
+          topk_indices: integer [..., k], experts to use instead of the router's choice, such as an earlier call sowed;
+            -1 leaves a choice to the router. As in `jgg.route`, an index past the last expert adds nothing, and an
             expert given twice counts twice.
           mask: bool or number [...], False or 0 for the tokens of x that do not count, such as padding; by default all
-            count. Tokens that do not count go to no expert and cost no expert's time: their result is that of the
-            shared experts, or zero. They are not in "group_sizes", nor in the losses, and their "topk_indices" are -1.
-            They may hold anything, NaN too: what they hold reaches no gradient of parameters or other tokens.
-          router_x: [..., H], what the router multiplies for each token of x, where that is not x itself.
-          adapters: whether the layer has its LoRA adapters; False computes the layer without them.
-          quantized: whether products are those of `quantization`, if the layer has one; False computes them in the
-            dtype of the computation, as inference of few tokens may.
+            count. Tokens that do not count go to no expert and cost no expert's time. Their result comes from the
+            shared experts alone, or is zero. "group_sizes" and the losses leave them out, and their "topk_indices" are
+            -1. They may hold anything, even NaN: none of it reaches a gradient of parameters or other tokens.
+          router_x: [..., H], what the router multiplies for each token of x; by default x itself.
+          adapters: whether to use the LoRA adapters; False computes the layer without them.
+          quantized: whether to use the layer's `quantization`, if it has one. False multiplies in the dtype of the
+            computation, for example for inference with few tokens.
         """
         layer = self.layer if as_flag("adapters", adapters) else self.layer.without_adapters
         params = {name: self._value(name) for name in layer.shapes}
@@ -208,7 +208,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         return y
 
     def adapters(self) -> dict[str, LowRank]:
-        """Returns the experts' LoRA adapters by the matrices that they are beside, as `jgg.hf.Adapter` has them."""
+        """Returns the experts' LoRA adapters by the names of their matrices, as in `jgg.hf.Adapter`."""
         layer = self.layer
         return layer.adapters({name: self._value(name) for name in layer.adapter_shapes})
 
@@ -219,7 +219,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
           >>> import jgg.nnx
           >>> from flax import nnx
           >>> layer = jgg.nnx.MoE(64, 128, num_experts=8, topk=2, lora_rank=4, rngs=nnx.Rngs(0))
-          >>> layer.w_down_lora_b[...] += 0.1  # in the place of training
+          >>> layer.w_down_lora_b[...] += 0.1  # instead of training
           >>> layer.merge_adapters()
           >>> float(abs(layer.w_down_lora_b[...]).max())
           0.0
@@ -242,8 +242,8 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
 def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | QuantizedArray]) -> None:
     """Sets all parameters of a layer, and its selection bias, and keeps the dtype and the sharding of each.
 
-    Arrays in host memory, such as `jgg.hf.from_hf` returns, are cast there. Each device then gets its shard of them and
-    no more. A QuantizedArray stays as it is, in a `Frozen` variable. If something is wrong, nothing is set.
+    Arrays in host memory, such as `jgg.hf.from_hf` returns, are cast there. Each device then gets its own shard only. A
+    QuantizedArray stays unchanged, in a `Frozen` variable. If something is wrong, nothing is set.
 
     Examples:
       >>> import jax, jax.numpy as jnp, jgg.nnx
@@ -260,8 +260,8 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | Quanti
       layer: the layer, which may be from `nnx.eval_shape`: then the parameters are created here, split by the layer's
         `sharding`.
       params: arrays of floats by name: the names in `jgg.layers.MoELayer.shapes`, and "selection_bias" [E] if the
-        router has one. Matrices may each be a QuantizedArray. LoRA adapters that params lack stay as they are, except
-        that a layer from `nnx.eval_shape` has none to keep.
+        router has one. Matrices may each be a QuantizedArray. LoRA adapters missing from params stay unchanged, but a
+        layer from `nnx.eval_shape` has none to keep, so it needs them all.
 
     Raises:
       ValueError: a name is missing or is not expected, or a shape is wrong, or devices would share a block.
@@ -294,7 +294,7 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | Quanti
 
 
 def _check_kind(name: str, array: Any, value: Any) -> None:
-    """Raises unless an array can take the place of a layer's value; a QuantizedArray can take that of any matrix."""
+    """Raises unless an array can replace a layer's value; a QuantizedArray can replace any matrix."""
     if isinstance(value, QuantizedArray):
         check_instance(name, array, QuantizedArray, "a QuantizedArray, as the layer's is")
     elif not (name.startswith("w_") and isinstance(array, QuantizedArray)):

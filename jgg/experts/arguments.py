@@ -34,10 +34,10 @@ _AXES = {"gate_up": "[E, 2 * I, H] or [E, H, 2 * I]", "down": "[E, H, I] or [E, 
 
 
 class ResidualNames(NamedTuple):
-    """The names by which policies of `jax.checkpoint` know what `jgg.moe_mlp` keeps for the backward pass.
+    """The names that `jax.checkpoint` policies use for what `jgg.moe_mlp` keeps for the backward pass.
 
     Attributes:
-      weights: of weights in the dtype of x, where theirs is another.
+      weights: the weights cast to the dtype of x, if they have another.
     """
 
     x: str = "jgg_x"
@@ -116,7 +116,7 @@ def expert_weights(
     low_rank_down: LowRank | None,
     w_layout: str,
 ) -> ExpertWeights:
-    """The parameters as arrays; raises where a term and the weights that it is beside disagree."""
+    """The parameters as arrays; raises if a LoRA term does not fit its weights."""
     gate_up = _matrix("gate_up", w_gate_up, low_rank_gate_up, w_layout)
     down = _matrix("down", w_down, low_rank_down, w_layout)
     biases = as_array_or_none("b_gate_up", b_gate_up), as_array_or_none("b_down", b_down)

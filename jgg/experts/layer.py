@@ -52,7 +52,7 @@ dense_init = jax.nn.initializers.lecun_normal()
 
 
 class Metrics(NamedTuple):
-    """What `MoELayer.apply` returns beside y.
+    """What `MoELayer.apply` returns in addition to y.
 
     Attributes:
       group_sizes: int32 [E], rows that the router gave each expert, from tokens that count.
@@ -180,12 +180,12 @@ class MoELayer(LayerOptions, InFeatures):
 
     @property
     def without_adapters(self) -> Self:
-        """The layer that this one's adapters are beside; among params it passes over theirs."""
+        """The same layer without its LoRA adapters; it ignores their arrays in params."""
         return dataclasses.replace(self, lora_rank=None, lora_alpha=None)
 
     @property
     def adapter_shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the LoRA adapters by name, which are parameters beside those in `shapes`."""
+        """The shapes of the LoRA adapters by name; `shapes` does not include these parameters."""
         return self.lora.shapes(self.shapes)
 
     def initializers(
@@ -204,7 +204,7 @@ class MoELayer(LayerOptions, InFeatures):
         return inits if sharding is None else {name: sharding.split_init(init, name) for name, init in inits.items()}
 
     def adapters(self, params: Mapping[str, jax.Array]) -> dict[str, LowRank]:
-        """Returns the experts' LoRA adapters by the matrices that they are beside, as `jgg.hf.Adapter` has them.
+        """Returns the experts' LoRA adapters by the names of their matrices, as in `jgg.hf.Adapter`.
 
         Args:
           params: arrays by the names in `adapter_shapes`.
@@ -238,20 +238,20 @@ class MoELayer(LayerOptions, InFeatures):
         """Returns y in the shape of x, and Metrics over all devices.
 
         Args:
-          params: arrays by the names and with the shapes in `shapes` and `adapter_shapes`, of any float dtypes. The
-            router computes in float32, all else in the dtype of x. Any matrix may be a QuantizedArray, which gets no
-            gradient and is dequantized to the dtype of x as it is used; with `quantization` experts' matrices stay
+          params: arrays of any float dtypes, with the names and shapes in `shapes` and `adapter_shapes`. The router
+            computes in float32, everything else in the dtype of x. Any matrix may be a QuantizedArray, which gets no
+            gradient and is dequantized to the dtype of x on use. With `quantization`, the experts' matrices stay
             quantized, and may also be the result of `Fp8.weights`. Matrices with adapters get no gradient either.
           x: [..., H].
           selection_bias: float [E] with `use_selection_bias`, else None.
           router_x: [..., H], what the router multiplies for each token of x, of any float dtype; None for x itself.
-          topk_indices: integer [..., k] for the tokens of x, experts to use instead of the router's choice, with -1 for
-            a choice of the router, as in `jgg.route`: an index past the last expert adds nothing, and an expert given
-            twice counts twice. The losses are then those of the experts used.
-          mask: bool or number [...] for the tokens of x, False or 0 for those that do not count, such as padding; by
-            default all count. Tokens that do not count go to no expert: their y is that of the shared experts, or zero,
-            they have no part in the router's losses, and no row is multiplied for them. They may hold anything: NaN and
-            infinity reach no gradient, nor, in float32 and bfloat16, does what is too large for shared experts.
+          topk_indices: integer [..., k] for the tokens of x, experts to use instead of the router's choice; -1 leaves a
+            choice to the router. As in `jgg.route`, an index past the last expert adds nothing, and an expert given
+            twice counts twice. The losses are then computed for the experts used.
+          mask: bool or number [...] for the tokens of x, False or 0 for tokens that do not count, such as padding; by
+            default all count. Tokens that do not count go to no expert. Their y comes from the shared experts alone, or
+            is zero; the router's losses ignore them, and no row is multiplied for them. They may hold anything: NaN and
+            infinity reach no gradient, nor, in float32 and bfloat16, do values too large for the shared experts.
           sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
             router and the shared experts have their weights on every device.
           precision: as in `jgg.grouped_gemm`.

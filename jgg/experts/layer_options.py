@@ -53,14 +53,13 @@ class LayerOptions:
       use_router_scale: the router's weights have a factor for each expert, after they are normalized (Gemma 4).
       shared_features: hidden features of the shared experts, taken together; 0 for none.
       use_shared_gate: the shared experts' result is scaled by a sigmoid of one more projection of x.
-      lora_rank: r, the rank of LoRA adapters beside matrices, which then get no gradient; None for none. Beside
-        w [E, K, N] they are the parameters named as w with "_lora_a", [E, K, r], and "_lora_b", [E, r, N], and add
-        `lora_alpha / lora_rank * a @ b` to it. A tuple has one rank for each of lora_targets.
-      lora_alpha: a number that is not trained, or one for each of lora_targets; None for lora_rank, so that the scale
-        is 1.
-      lora_targets: the matrices that have adapters: the experts' "w_gate_up" and "w_down", and the shared experts'
-        "w_shared_gate_up" [H, N] and "w_shared_down" [K, H], and the router's "w_router" [H, E], whose adapters have
-        no axis for experts.
+      lora_rank: r, the rank of LoRA adapters; None for no adapters. A matrix with an adapter gets no gradient. The
+        adapter of w [E, K, N] is two parameters, a [E, K, r] and b [E, r, N], whose names are the name of w plus
+        "_lora_a" and "_lora_b". It adds `lora_alpha / lora_rank * a @ b` to w. A tuple has one rank per target.
+      lora_alpha: a number that is not trained, or a tuple with one per target; None for lora_rank, that is, a scale of 1.
+      lora_targets: the matrices that have adapters: the experts' "w_gate_up" and "w_down", the shared experts'
+        "w_shared_gate_up" [H, N] and "w_shared_down" [K, H], and the router's "w_router" [H, E]. Adapters of the last
+        three have no axis for experts.
     """
 
     hidden_features: int

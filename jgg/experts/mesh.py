@@ -48,10 +48,10 @@ class MoESharding:
       buffer_factor: a device's buffer holds buffer_factor times its even share of routed rows, T * k for its T tokens.
         Rows beyond that are dropped (they add nothing to y) and counted. None has room for all rows (the same as
         buffer_factor = number of devices along `expert`) and takes more memory.
-      prevent_cse: as in `jax.checkpoint`, of the weights that are gathered along `fsdp` and gathered again in the
-        backward pass. False for layers of a `jax.lax.scan`, as a Decoder sets it for its own: a gather then waits for
-        nothing but the stored weights, and may run beside the products of the layer before. In other programs XLA would
-        find that both gathers are the same, and keep the whole weights of all layers until the backward pass.
+      prevent_cse: as in `jax.checkpoint`, for the weights that are gathered along `fsdp` and gathered again in the
+        backward pass. Set it to False for layers inside a `jax.lax.scan`, as a Decoder does for its own: a gather then
+        waits for nothing but the stored weights, and can overlap with the products of the layer before. In other
+        programs XLA would merge both gathers and keep the whole weights of all layers until the backward pass.
     """
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -120,9 +120,9 @@ class MoESharding:
     def weight_specs(self, w_layout: str = "enk") -> dict[str, P]:
         """PartitionSpecs of w_gate_up, w_down, b_gate_up, b_down and LoRA adapters by name; layers use w_layout="ekn".
 
-        Values and scales of a QuantizedArray both have the spec of the weights that they stand for. The a and b of a
-        `jgg.LowRank` beside w_gate_up have the specs "w_gate_up_lora_a" and "w_gate_up_lora_b", which split the axes
-        that they share with w_gate_up alike; so it is with w_down.
+        The values and scales of a QuantizedArray both have the spec of the weights that they stand for. The a and b of
+        the `jgg.LowRank` for w_gate_up have the specs "w_gate_up_lora_a" and "w_gate_up_lora_b". Axes that they share
+        with w_gate_up are split the same way. The same holds for w_down.
         """
         check_one_of("w_layout", w_layout, W_LAYOUTS)
         axes, features = [self.expert], self.fsdp
@@ -221,7 +221,7 @@ def map_tokens[Arrays: NamedTuple, Result](
 
 
 def check_outside_shard_map(sharding: MoESharding) -> None:
-    """Raises inside a `jax.shard_map` over axes that the sharding splits, or of which its mesh knows nothing."""
+    """Raises inside a `jax.shard_map` over axes that the sharding splits or that its mesh does not know."""
     around = jax.sharding.get_abstract_mesh()
     taken = [axis for axis in sharding.axes if axis in around.manual_axes]
     if taken:

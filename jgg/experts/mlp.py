@@ -50,7 +50,7 @@ class MoeMlp:
         order.
       down: the layer from hidden features to y, both in expert order.
       spare_sms: multiprocessors that the last product does not use.
-      names: the names by which policies of `jax.checkpoint` know what the backward pass reads.
+      names: the names that `jax.checkpoint` policies use for what the backward pass reads.
     """
 
     up: Linear

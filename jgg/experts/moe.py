@@ -44,19 +44,19 @@ def moe_mlp(
     expected_rows: int | None = None,
     residual_names: Mapping[str, str] | None = None,
 ) -> jax.Array:
-    """Applies the MLPs of each token's experts to the token, and adds up the results with the routing's weights.
+    """Applies each token's experts to it and sums their results, weighted by the routing.
 
     Computes `y[t] = sum over j of topk_weights[t, j] * MLP_e(x[t])` with e the token's j-th expert and, for "swiglu",
     `MLP_e(x) = (silu(x @ gate_e) * (x @ up_e)) @ down_e`. Differentiable in x, the weights, the biases and
     `routing.topk_weights`.
 
-    For the backward pass it keeps, beside its arguments, the pre-activation [M, 2 * I] and 8 bytes a row: neither the
-    gathered x, nor the activation, nor the down product. `jax.checkpoint` policies know the pre-activation as
+    For the backward pass it keeps its arguments, the pre-activation [M, 2 * I] and 8 bytes per row. It does not keep
+    the gathered x, the activation or the down product. `jax.checkpoint` policies know the pre-activation as
     "jgg_pre_activation" and x as "jgg_x".
 
-    Weights may have another float dtype than x, as when parameters are float32 and tokens bfloat16. They are cast to
-    the dtype of x once for both passes, and policies know what was cast as "jgg_weights"; their gradients are stored in
-    the dtype of the weights, from the float32 sums.
+    Weights may have another float dtype than x, for example float32 parameters with bfloat16 tokens. They are cast to
+    the dtype of x once for both passes, and policies know the cast weights as "jgg_weights". Their gradients are summed
+    in float32 and stored in the dtype of the weights.
 
     Shapes: T tokens, H features, I hidden features of an expert, E experts, k choices, M = T * k.
 
@@ -76,14 +76,14 @@ def moe_mlp(
       interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
       b_gate_up: [E, 2 * I], added to the product with w_gate_up.
       b_down: [E, H], added to the product with w_down.
-      low_rank_gate_up, low_rank_down: LoRA's terms beside w_gate_up and w_down, each a `jgg.LowRank` in `w_layout` with
-        gate and up as w_gate_up has them. The weights beside a term get no gradient, and no time is spent on one.
+      low_rank_gate_up, low_rank_down: LoRA terms added to w_gate_up and w_down, each a `jgg.LowRank` in `w_layout` with
+        gate and up in the order of w_gate_up. Weights with a term get no gradient, and no time is spent on one.
       w_layout, precision, implementation: as in `grouped_gemm`; "xla" is differentiable in forward mode too.
       quantization: a `jgg.Fp8`, the recipe for products in FP8; None for the dtype of x. Kernels multiply in FP8 on
         GPUs of compute capability 8.9 and newer, with H and I multiples of 16; elsewhere quantized operands are
         dequantized first. Quantized products have gradients, but no second or forward-mode derivatives.
       spare_sms: multiprocessors that the last product of the backward pass, the gradient of w_gate_up, leaves idle. A
-        collective that takes the gradient of x can then run beside it rather than after it.
+        collective that takes the gradient of x can then run at the same time rather than afterwards.
       expected_rows: about how many of the M rows will belong to an expert, if that is far fewer than M; kernels are
         chosen for this number. None means M.
       residual_names: other names of "x", "pre_activation" and "weights" for `jax.checkpoint` policies, such as

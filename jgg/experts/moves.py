@@ -1,4 +1,4 @@
-"""Moves rows between devices, each of which has some of the experts, inside `jax.shard_map`, by a plan of runs."""
+"""Moves rows between devices that each have some of the experts, inside `jax.shard_map`, by a plan of runs."""
 
 import functools
 from collections.abc import Sequence

@@ -125,7 +125,7 @@ def _gathered(weights: ExpertWeights, dtype: DTypeLike, axis_name: str, specs: M
 def map_matrices(
     function: Callable[[jax.Array, jax.P], object], weights: ExpertWeights, specs: Mapping[str, jax.P]
 ) -> ExpertWeights:
-    """The weights with function(part, its PartitionSpec) in the place of each array of a Matrix."""
+    """The weights with each array of a Matrix replaced by function(array, its PartitionSpec)."""
 
     def mapped(name: str, matrix: Matrix) -> Matrix:
         return jax.tree.map(function, matrix, specs_of_parts(name, matrix, specs))

@@ -63,7 +63,7 @@ def sharded_moe_mlp(
         several devices.
       topk_weights: float [T, k].
       topk_indices: integer [T, k], the expert of each choice; a row whose expert lies outside [0, E) adds nothing.
-      sharding: which mesh axis splits what, and by which exchange.
+      sharding: which mesh axis splits what, and which exchange sends tokens to experts.
       interleaved: as in `jgg.moe_mlp`; must be True for a gated activation split over a tensor axis, so that a gate
         and its up feature are on the same device: see `interleave`.
       activation, w_layout, precision, quantization, implementation, residual_names: as in `jgg.moe_mlp`.

@@ -25,16 +25,16 @@ def dense(
     implementation: str | None = None,
     batch_invariant: bool = False,
 ) -> jax.Array:
-    """Computes `x @ (w + a b) + bias` in the dtype of x, differentiable in x and in what of the matrix is trained.
+    """Computes `x @ (w + a b) + bias` in the dtype of x, differentiable in x and in the trained parts of the matrix.
 
     Args:
       x: float [..., K].
-      matrix: one of `jgg.core.matrix`, with [K, N] in the place of [E, K, N].
+      matrix: one of `jgg.core.matrix`, with [K, N] instead of [E, K, N].
       bias: [N], or None.
-      precision: for float32, as in `jgg.grouped_gemm`; None for that of `jax.default_matmul_precision`.
-      implementation: as in `jgg.grouped_gemm`; None takes the kernels where they were measured to be faster than XLA.
-      batch_invariant: with None, take the kernels on every GPU: they add in an order that K alone fixes, so that the
-        bits of a row do not depend on the number of rows.
+      precision: for float32, as in `jgg.grouped_gemm`; None for the setting `jax.default_matmul_precision`.
+      implementation: as in `jgg.grouped_gemm`; None uses the kernels where measurements found them faster than XLA.
+      batch_invariant: with implementation None, use the kernels on every GPU. The order of their sums depends on K
+        alone, so the bits of a row do not depend on the number of rows.
 
     Returns: [..., N].
     """
@@ -65,7 +65,7 @@ def dense_layer(
 ) -> Linear:
     """The layer for x [..., K] and a matrix [K, N] or, with "enk", [N, K].
 
-    Its result has `out_dtype`, by default that of x, and dw has `dw_dtype`, by default that of the dense weights.
+    Its result has `out_dtype`, by default the dtype of x, and dw has `dw_dtype`, by default the dense weights' dtype.
     """
     if dw_dtype is None:
         dw_dtype = x.dtype if matrix.dense is None else matrix.dense.dtype

@@ -148,13 +148,13 @@ class Fp8:
 
 
 def quantize_once(name: str, w: object, recipe: Fp8) -> QuantizedWeights:
-    """Weights beside both FP8 forms of them; the arguments are those of `Fp8.weights`, and a name for messages."""
+    """Weights together with both of their FP8 forms. Arguments are as in `Fp8.weights`, plus a name for messages."""
     matrices = jax.tree.map(named, _quantized_matrices(name, w, recipe.format, transposes=True))
     return QuantizedWeights(as_array(name, w), matrices.forms)
 
 
 def both_forms(how: How, w: jax.Array, stored_as: Format) -> WeightForms:
-    """Quantizes a device's weights [E, N, K] or [E, K, N] in one reading, as they are and transposed."""
+    """Quantizes a device's weights [E, N, K] or [E, K, N] in one reading, both straight and transposed."""
     matrices = QUANTIZE_WEIGHTS(how, Quantize(w), stored_as=stored_as, keeps=True, transposes=True)
     return jax.tree.map(named, matrices).forms
 

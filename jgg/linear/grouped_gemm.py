@@ -63,9 +63,9 @@ def grouped_gemm(
       topk_weights: float [M] or [T, k] in token order; row i is scaled by `topk_weights[gather_indices[i]]`, or by
         `topk_weights[i]` without gather_indices, in float32.
       bias: float [E, N], added before the scaling.
-      low_rank: a LoRA term beside w, a `jgg.LowRank` in `w_layout`, of any float dtype: `scale * (x[i] @ a[e]^T) @
+      low_rank: a LoRA term for w, a `jgg.LowRank` in `w_layout`, of any float dtype: `scale * (x[i] @ a[e]^T) @
         b[e]^T` is added to the float32 sums before the bias. Rows of `x @ a^T` are rounded to the dtype of x. Then a
-        and b have gradients, w gets none, and no time is spent on one. x must not be quantized.
+        and b get gradients; w gets none, and no time is spent on one. x must not be quantized.
       w_layout: "enk" as PyTorch keeps weights, "ekn" as JAX does.
       precision: for float32, as in `jax.lax.dot`: on a GPU "default" multiplies in TF32, "high" in three TF32 passes
         and "highest" in IEEE float32. A `jax.lax.DotAlgorithmPreset` counts as the first of these

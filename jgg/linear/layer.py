@@ -38,7 +38,7 @@ def prepared(linear: Linear, matrix: Matrix, *, keeps: bool, name: str = "jgg_we
 
     Args:
       keeps: whether a backward pass will read the matrix.
-      name: the name by which policies of `jax.checkpoint` know weights that are cast.
+      name: the name that `jax.checkpoint` policies use for the cast weights.
     """
     dense, dtype = matrix.dense, linear.problem.dtype
     if linear.recipe is None:
@@ -234,7 +234,7 @@ def _kept_rows(operands: Forward) -> jax.Array | None:
 
 
 def _of_groups[Arrays](linear: Linear, arrays: Arrays) -> Arrays:
-    """A layer's matrix or bias as products take it: that of a dense layer as one group's."""
+    """A layer's matrix or bias as products take it; a dense layer's becomes the matrix or bias of one group."""
     is_one_group = linear.problem.is_dense and not linear.is_plain
     return jax.tree.map(lambda array: array[None], arrays) if is_one_group else arrays
 
@@ -286,5 +286,5 @@ def _read(linear: Linear, matrix: Matrix, w_layout: str) -> QuantizedArray | ToQ
 
 
 def _in_enk(term: LowRankTerm | None, problem: GroupedGemmProblem) -> LowRankTerm | None:
-    """A term beside weights in the problem's layout as the term beside quantized weights, which are [E, N, K]."""
+    """A term for weights in the problem's layout, in the layout of quantized weights, which are [E, N, K]."""
     return term if term is None or problem.w_layout == "enk" else term._replace(matrices=term.matrices.mT)

@@ -45,10 +45,10 @@ class Linear:
     """A linear layer without its arrays: y[i] = (x[i] @ (w + a b)[e] + bias[e]) * topk_weights[i].
 
     Attributes:
-      problem: the product for y. Its dtype is that of x and of the factors, before anything is quantized.
+      problem: the product for y. Its dtype is the dtype of x and of the factors before anything is quantized.
       how: the implementation and the GPU.
       configs: the configurations of the kernels; products with the factors choose their own.
-      recipe: the FP8 recipe by which rows and weights are quantized before they are multiplied; None without FP8.
+      recipe: the FP8 recipe that quantizes rows and weights before they are multiplied; None without FP8.
       rows_are_gradients: rows are quantized by the recipe's format for gradients: this layer computes dX of another.
       trains: whether dense weights get a gradient. Weights that are stored quantized get none.
     """

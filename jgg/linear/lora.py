@@ -86,7 +86,7 @@ class Lora:
         return type(self)(rank, alpha, tuple(names[self.targets[index]] for index in there))
 
     def shapes(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """The shapes of a and b beside weights of these shapes, [E, K, N] or [K, N], by name; of targets among them."""
+        """The shapes of a and b by name, for those of the weights, [E, K, N] or [K, N], that are targets."""
         shapes: dict[str, tuple[int, ...]] = {}
         for target, rank in self.ranks.items():
             if target in weights:
@@ -95,13 +95,13 @@ class Lora:
         return shapes
 
     def matrix(self, target: str, params: Mapping[str, jax.Array]) -> Matrix:
-        """Dense weights of this name beside their term, if they have one; they keep their gradient."""
+        """Dense weights of this name with their term, if they have one; they keep their gradient."""
         matrix = Matrix(dense=params[target])
         own = self.of({target: target}).terms(params)
         return matrix._replace(factors=factors_of(own[target])) if own else matrix
 
     def terms(self, params: Mapping[str, jax.Array]) -> dict[str, LowRank]:
-        """The terms by the names of the weights that they are beside."""
+        """The terms by the names of their weights."""
         pairs = {target: adapter_names(target) for target in self.ranks}
         return {target: LowRank(params[a], params[b], self.scales[target]) for target, (a, b) in pairs.items()}
 
@@ -125,7 +125,7 @@ def _each(convert: Any, value: Any) -> Any:
 
 
 def adapter_init(name: str, shape: tuple[int, ...]) -> Initializer:
-    """The initializer of an adapter's a or b [..., rows, columns]: for a that of Flax's nnx.LoRA, in each matrix.
+    """The initializer of an adapter's a or b [..., rows, columns]; for a, as in Flax's nnx.LoRA, matrix by matrix.
 
     b is zero, so that a new adapter changes nothing.
     """
@@ -135,5 +135,5 @@ def adapter_init(name: str, shape: tuple[int, ...]) -> Initializer:
 
 
 def adapter_names(target: str) -> tuple[str, str]:
-    """The names of a and b beside the weights of this name."""
+    """The names of a and b for the weights of this name."""
     return f"{target}_lora_a", f"{target}_lora_b"

@@ -1,4 +1,4 @@
-"""LoRA: low-rank terms beside the weights of experts; `jgg.LowRank`."""
+"""LoRA: low-rank terms added to the weights of experts; `jgg.LowRank`."""
 
 import dataclasses
 import functools
@@ -23,15 +23,15 @@ _AXES = {"enk": {"b": "[E, N, r]", "a": "[E, r, K]"}, "ekn": {"a": "[E, K, r]", 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["scale"])
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """A LoRA term of rank r beside each expert's weights; a pytree of a and b.
+    """A LoRA term of rank r for each expert's weights; a pytree of a and b.
 
     Computes `delta[e] = scale * b[e] @ a[e]` in w_layout "enk", and `delta[e] = scale * a[e] @ b[e]` in "ekn". Arrays
-    are checked when they are used. One term for w_gate_up has gate and up side by side, or interleaved, as w_gate_up.
+    are checked when they are used. A term for w_gate_up has gate and up side by side or interleaved, like w_gate_up.
 
     Attributes:
-      a: float [E, r, K] beside w [E, N, K]; float [E, K, r] beside w [E, K, N].
+      a: float [E, r, K] for w [E, N, K]; float [E, K, r] for w [E, K, N].
       b: float [E, N, r] or [E, r, N].
-      scale: a number that is not trained, and static: JAX compiles again for another one.
+      scale: a number, static and not trained: changing it makes JAX compile again.
     """
 
     a: jax.Array | np.ndarray
@@ -93,7 +93,7 @@ def as_low_rank(name: str, value: object, w_layout: str, shape: tuple[int, ...] 
     Args:
       name: the value's name in messages.
       w_layout: "enk" or "ekn".
-      shape: of the weights that it is beside; None for any.
+      shape: the shape of the term's weights; None for any.
 
     Raises: ValueError: shapes disagree, its scale is not finite or w_layout is unknown. TypeError: it is no LowRank,
       a or b is no float array, or its scale is no number.
@@ -120,12 +120,12 @@ def as_low_rank(name: str, value: object, w_layout: str, shape: tuple[int, ...] 
 
 
 def checked_beside(name: str, matrix: Matrix, term: object, w_layout: str) -> Matrix:
-    """The matrix [E, N, K] or [E, K, N] beside a term; raises as `as_low_rank` does."""
+    """The matrix [E, N, K] or [E, K, N] with a term; raises as `as_low_rank` does."""
     return beside(matrix, as_low_rank(name, term, w_layout, matrix.shape))
 
 
 def beside(matrix: Matrix, term: LowRank) -> Matrix:
-    """The matrix beside a checked term, and so without a gradient of its weights."""
+    """The matrix with a checked term, and so without a gradient of its weights."""
     return matrix.beside(factors_of(term))
 
 

@@ -142,7 +142,7 @@ def _result_dtype(*arrays: jax.Array) -> jnp.dtype:
 
 
 def _split(out: jax.Array, out_sharding: jax.NamedSharding | jax.P | None) -> jax.Array:
-    """The result as it is to be split over devices."""
+    """The result, split over devices as `out_sharding` says."""
     if out_sharding is None:
         return out
     check_instance("out_sharding", out_sharding, jax.P | jax.NamedSharding, "a jax.NamedSharding, a jax.P or None")

@@ -74,7 +74,7 @@ def dense_several(
 
 
 def _are_few(layers: Layers, matrices: Sequence[Matrix], biases: Sequence[jax.Array | None]) -> bool:
-    """Whether PROJECT_FEW takes the layers, of which kernels compute the first by itself too."""
+    """Whether PROJECT_FEW takes the layers, and kernels would compute the first one by itself too."""
     problem = layers[0].problem
     are_dense = all(
         matrix.factors is None and matrix.dense is not None and matrix.dense.dtype == problem.dtype

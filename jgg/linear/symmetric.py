@@ -43,7 +43,7 @@ def symmetric_product(
       right: like left; None for left itself.
       scale, add_scale, diagonal: numbers or float scalars, which may be traced: kernels do not depend on their values.
       add: float [..., N, N], or None for nothing.
-      preferred_element_type: dtype of the result; that of left by default.
+      preferred_element_type: dtype of the result; by default the dtype of left.
       precision: for float32, as in `jgg.grouped_gemm`.
       kernel_config: tiles [block_m, block_n] of the result in steps of block_k features, and which of left and right
         TMA loads, as x and w of a forward product; None to choose. The kernel "hopper" computes what it can: 16 bits,
@@ -89,7 +89,7 @@ def apply(
     Args:
       p: [..., N, N], in the dtype of x.
       x: float32, float16 or bfloat16 [..., N, K].
-      preferred_element_type: dtype of the result; that of x by default.
+      preferred_element_type: dtype of the result; by default the dtype of x.
       precision, implementation: as in `symmetric_product`.
 
     Returns: [..., N, K].

@@ -95,5 +95,5 @@ def forms_of_forward(name: str, weights: Weights, recipe: Fp8, dtype: DTypeLike,
 
 
 def _has_blocks(array: QuantizedArray) -> bool:
-    """Whether an array is in FP8 with blocks of 128 x 128, which products by a recipe multiply as they are."""
+    """Whether an array is in FP8 with blocks of 128 x 128, which FP8 products multiply without a conversion."""
     return not array.is_packed and array.scales.shape == scales_shape(array.shape, (BLOCK, BLOCK))

@@ -25,7 +25,7 @@ def router_logits(
 ) -> jax.Array:
     """The router's logits `x @ w_router + bias`, float32.
 
-    Tokens in bfloat16 are multiplied as they are, since converting them to float32 takes longer than the product. A
+    Tokens in bfloat16 stay in bfloat16, since converting them to float32 takes longer than the product. A
     float32 factor (w_router, or in the backward pass the gradient of the logits) becomes the sum of two bfloat16
     numbers, which keep 17 bits (TF32, JAX's default, keeps 11); sums are in float32. Kernels multiply float16 in the
     same way, and keep 23 bits; plain JAX multiplies tokens of another dtype than bfloat16 in float32. On a GPU the bits
