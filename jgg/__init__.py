@@ -1,6 +1,6 @@
 """jgg: grouped GEMM for JAX mixture-of-experts training on NVIDIA GPUs.
 
-`import jgg` makes all of this reachable, and imports nothing, JAX neither, before it is used.
+`import jgg` makes all of it available, but imports nothing, not even JAX, until you use it.
 """
 
 import importlib

@@ -1,4 +1,4 @@
-"""The activations of experts: those with kernels, by name, and the type of your own."""
+"""The experts' activations: those with kernels, by name, and the type for your own."""
 
 from jgg.core.activations import ACTIVATIONS, Activation, ActivationLike, clamped_swiglu
 

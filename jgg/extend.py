@@ -1,6 +1,6 @@
-"""What makes an operation that kernels or plain JAX compute: for those that `jgg.models` and your own models need.
+"""Building blocks for operations that run as kernels or as plain JAX, for `jgg.models` and for your own models.
 
-An operation is an `Operation` of a NamedTuple of operands, computed by `plain` and by kernels that a `Launcher` runs.
+An `Operation` takes a NamedTuple of operands. Its `plain` function or kernels run by a `Launcher` compute it.
 """
 
 from jgg.launching.choice import How, Launcher, check_implementation, is_plain_jax

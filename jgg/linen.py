@@ -76,7 +76,7 @@ class MoE(nn.Module, LayerOptions):
         """Applies the layer to x [..., H]; the result has the shape of x and the dtype of the computation.
 
         Sows into the collection "intermediates", which `apply(..., mutable="intermediates")` returns, each in a tuple
-        of one. They are those of `jgg.layers.Metrics`:
+        of one. They are the fields of `jgg.layers.Metrics`:
 
         - "group_sizes", int32 [E]: rows that the router gave each expert;
         - "load_balancing_loss", float32 []: 1 where the load is even;

@@ -93,7 +93,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
       lora_param_dtype: dtype of the LoRA adapters and of their gradients, whatever the dtype of other parameters.
         Products round the adapters to the dtype of the computation.
       precision: as in `jgg.grouped_gemm`.
-      quantization: a `jgg.Fp8` to multiply the experts' products in FP8; None for the dtype of the computation.
+      quantization: a `jgg.Fp8` to compute the experts' products in FP8; None for the dtype of the computation.
       kernel_init: initializer of the experts, w_gate_up [E, H, 2 * I] and w_down [E, I, H].
       router_init: initializer of w_router [H, E] and of all other matrices (the shared experts').
       bias_init: initializer of the biases.
@@ -165,7 +165,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         """Applies the layer to x [..., H]; the result has the shape of x and the dtype of the computation.
 
         Sows intermediates, which `nnx.capture(layer, nnx.Intermediate)` collects, each in a tuple of one. They are
-        those of `jgg.layers.Metrics`:
+        the fields of `jgg.layers.Metrics`:
 
         - "group_sizes", int32 [E]: rows that the router gave each expert;
         - "load_balancing_loss", float32 []: 1 where the load is even;
@@ -240,7 +240,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
 
 
 def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | QuantizedArray]) -> None:
-    """Sets all parameters of a layer, and its selection bias, and keeps the dtype and the sharding of each.
+    """Sets all parameters of a layer and its selection bias; each keeps its dtype and sharding.
 
     Arrays in host memory, such as `jgg.hf.from_hf` returns, are cast there. Each device then gets its own shard only. A
     QuantizedArray stays unchanged, in a `Frozen` variable. If something is wrong, nothing is set.
@@ -264,9 +264,9 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | Quanti
         layer from `nnx.eval_shape` has none to keep, so it needs them all.
 
     Raises:
-      ValueError: a name is missing or is not expected, or a shape is wrong, or devices would share a block.
-      TypeError: the layer is no `MoE`, or a value in params is no array of floats, or no QuantizedArray where the layer
-        has one.
+      ValueError: a name is missing or unexpected, a shape is wrong, or devices would share a block.
+      TypeError: the layer is not a `MoE`, or a value in params is not an array of floats, or not a QuantizedArray where
+        the layer has one.
     """
     check_instance("layer", layer, MoE, "a jgg.nnx.MoE")
     check_instance("params", params, Mapping, "a dict of arrays by name")

@@ -55,7 +55,7 @@ class Metrics(NamedTuple):
     """What `MoELayer.apply` returns in addition to y.
 
     Attributes:
-      group_sizes: int32 [E], rows that the router gave each expert, from tokens that count.
+      group_sizes: int32 [E], rows per expert, from tokens that count.
       load_balancing_loss: float32 [], as `jgg.load_balancing_loss` of the tokens that count: 1 where the load is even.
       router_z_loss: float32 [], as `jgg.router_z_loss` of the tokens that count.
       overflow: int32 [], rows that found no room in the buffers of a sharded layer and added nothing to y.
@@ -195,7 +195,7 @@ class MoELayer(LayerOptions, InFeatures):
         bias_init: Initializer,
         sharding: MoESharding | None,
     ) -> dict[str, Initializer]:
-        """The initializers of parameters and adapters by name; with a sharding they create what is split."""
+        """The initializers of parameters and adapters by name; with a sharding they create arrays already split."""
         inits: dict[str, Initializer] = {"scale_router": jax.nn.initializers.ones}
         for name, shape in self.shapes.items():
             init = bias_init if name.startswith("b_") else kernel_init if len(shape) == 3 else router_init
@@ -252,8 +252,8 @@ class MoELayer(LayerOptions, InFeatures):
             default all count. Tokens that do not count go to no expert. Their y comes from the shared experts alone, or
             is zero; the router's losses ignore them, and no row is multiplied for them. They may hold anything: NaN and
             infinity reach no gradient, nor, in float32 and bfloat16, do values too large for the shared experts.
-          sharding: how a mesh splits the tokens, all but the last axis of x together, and the experts' weights. The
-            router and the shared experts have their weights on every device.
+          sharding: how a mesh splits the tokens (all axes of x but the last, merged) and the experts' weights. Every
+            device has the weights of the router and the shared experts.
           precision: as in `jgg.grouped_gemm`.
           implementation: as in `jgg.nnx.MoE`.
           quantization: of the experts, as in `jgg.moe_mlp`; the router and the shared experts are not quantized.

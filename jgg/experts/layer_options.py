@@ -23,7 +23,7 @@ from jgg.linear.fp8 import Fp8, check_quantization
 
 @dataclasses.dataclass(eq=False, repr=False)
 class InFeatures:
-    """The number of in-features, which Linen's layer takes from x and every other layer gets as an argument.
+    """The number of in-features: an argument of every layer except Linen's, which takes it from x.
 
     Args:
       in_features: H, features of x and y.
@@ -41,17 +41,16 @@ class LayerOptions:
       num_experts: E, experts of the layer.
       topk: k, experts per token.
       score, normalize, scale, num_groups, topk_groups, scores_per_group: options of the router, as in `jgg.route`. With
-        topk 1, normalize=True and score="topk_softmax" make every weight 1, so the router is trained by its losses
-        alone.
-      use_selection_bias: the router chooses by scores plus a bias that is no parameter; see
+        topk 1, normalize=True and score="topk_softmax" make every weight 1, so only its losses train the router.
+      use_selection_bias: the router chooses by scores plus a bias that is not a parameter; see
         `jgg.update_selection_bias`.
       scale_input: the router's weight scales x before the expert instead of the result (Llama-4); needs topk 1.
       activation: activation of the experts, as in `jgg.moe_mlp`.
       interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
       use_bias: each expert's products have biases.
       use_router_bias: the router's logits have a bias.
-      use_router_scale: the router's weights have a factor for each expert, after they are normalized (Gemma 4).
-      shared_features: hidden features of the shared experts, taken together; 0 for none.
+      use_router_scale: the router's weights, once normalized, are multiplied by one factor per expert (Gemma 4).
+      shared_features: total hidden features of all shared experts; 0 for none.
       use_shared_gate: the shared experts' result is scaled by a sigmoid of one more projection of x.
       lora_rank: r, the rank of LoRA adapters; None for no adapters. A matrix with an adapter gets no gradient. The
         adapter of w [E, K, N] is two parameters, a [E, K, r] and b [E, r, N], whose names are the name of w plus

@@ -67,12 +67,12 @@ def moe_mlp(
       w_down: [E, H, I] or, with `w_layout="ekn"`, [E, I, H]. w_gate_up and w_down may each be a QuantizedArray, which
         gets no gradient and, without `quantization`, is dequantized to the dtype of x first. With `quantization`, they
         may also be the result of `Fp8.weights`.
-      routing: the Routing of the T tokens that `route` returns. Its gather_indices may also be fewer than M: choices
+      routing: the Routing that `route` returns for the T tokens. It may have fewer than M gather_indices; choices
         that they do not name add nothing. They may be None if k is 1 and x is in expert order; then y is too.
       activation: "swiglu", "geglu", "geglu_tanh", "reglu" or "clamped_swiglu", which are gated; "ungated_silu",
         "ungated_gelu", "ungated_gelu_tanh", "ungated_relu" or "ungated_relu_squared", which are not; an Activation; or
-        a function such as `jax.nn.silu` for `function(gate) * up`. One function object is traced once; a new lambda in
-        each call is traced in each call.
+        a function such as `jax.nn.silu` for `function(gate) * up`. A function object is traced once, but
+        a new lambda in each call is traced every time.
       interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
       b_gate_up: [E, 2 * I], added to the product with w_gate_up.
       b_down: [E, H], added to the product with w_down.
@@ -84,9 +84,9 @@ def moe_mlp(
         dequantized first. Quantized products have gradients, but no second or forward-mode derivatives.
       spare_sms: multiprocessors that the last product of the backward pass, the gradient of w_gate_up, leaves idle. A
         collective that takes the gradient of x can then run at the same time rather than afterwards.
-      expected_rows: about how many of the M rows will belong to an expert, if that is far fewer than M; kernels are
-        chosen for this number. None means M.
-      residual_names: other names of "x", "pre_activation" and "weights" for `jax.checkpoint` policies, such as
+      expected_rows: roughly how many of the M rows belong to any expert, if far fewer than M; kernels are chosen for
+        this number. None means M.
+      residual_names: new names for "x", "pre_activation" and "weights" in `jax.checkpoint` policies, such as
         {"pre_activation": "mlp"}.
 
     Returns: y [T, H] in the dtype of x.

@@ -50,11 +50,11 @@ def sharded_moe_mlp(
     implementation: str | None = None,
     residual_names: Mapping[str, str] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`jgg.moe_mlp` on a mesh: experts may be on other devices than their tokens.
+    """`jgg.moe_mlp` on a mesh: experts and their tokens may be on different devices.
 
     Differentiable in x, the weights, the biases and topk_weights. Communication is JAX's own collectives.
 
-    Shapes are as in `jgg.moe_mlp` and count all devices: T tokens of all devices, E experts of all devices.
+    Shapes are as in `jgg.moe_mlp` and global: T and E count the tokens and experts of all devices.
 
     Args:
       x: [T, H], split as `sharding.token_spec`.
@@ -73,9 +73,9 @@ def sharded_moe_mlp(
       room in the buffers of `sharding.buffer_factor` and so added nothing to y.
 
     Raises:
-      ValueError: shapes disagree with each other or with the mesh; on Explicit axes also if the weights are split in
-        another way than `sharding.weight_specs` says; or this is called inside a `jax.shard_map` over the same axes,
-        where `moe_mlp_on_device` must be called.
+      ValueError: shapes disagree with each other or with the mesh; or, on Explicit axes, the weights are not split as
+        `sharding.weight_specs` says; or the call is inside a `jax.shard_map` over the same axes: use
+        `moe_mlp_on_device` there.
       TypeError: a dtype is unsupported.
     """
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
@@ -126,8 +126,8 @@ def moe_mlp_on_device(
       y [T, H] of this device's tokens, and the overflow of all devices together.
 
     Raises:
-      ValueError: as in `sharded_moe_mlp`; or an axis of the mesh that `sharding` uses is none of the `jax.shard_map`,
-        or has another number of devices there.
+      ValueError: as in `sharded_moe_mlp`; or the `jax.shard_map` lacks a mesh axis that `sharding` uses, or has
+        another number of devices along it.
       TypeError: as in `sharded_moe_mlp`.
     """
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")

@@ -26,16 +26,16 @@ class _KernelConfig:
 
     Args:
       block_m, block_n, block_k: tile sizes along M, N and K, powers of two of at least 16. The kernel's output tile
-        has two of them, its main loop steps by the third.
+        has two of them; its main loop steps by the third.
       num_warps: warps of a program, 4 or 8.
-      num_stages: blocks of each operand that are in shared memory at once.
+      num_stages: blocks per operand in shared memory at once.
       band: row tiles processed for one column of tiles before the next column (L2 swizzle); a larger band reuses
         weights more.
-      programs_per_sm: persistent programs for each multiprocessor.
+      programs_per_sm: persistent programs per multiprocessor.
       kernel: "plain", the Triton kernel of every GPU, or "hopper", the warp-specialized kernel of H100 and H200
-        (`jgg.kernels.hopper`). "hopper" has output tiles of [256, 128] or [256, 256] and steps of 64, for dW's wide
-        tiles 32 too, loads by TMA what it does not gather, leaves scatter to a copy, and uses neither num_warps nor
-        programs_per_sm. Where it cannot run (`jgg.launching.requirements` says why), the heuristic chooses a
+        (`jgg.kernels.hopper`). "hopper" has output tiles of [256, 128] or [256, 256] and steps of 64, or also 32 for
+        dW's wide tiles. It loads operands by TMA unless it gathers them, leaves scatter to a copy, and ignores num_warps
+        and programs_per_sm. Where it cannot run (`jgg.launching.requirements` says why), the heuristic chooses a
         configuration instead.
     """
 
@@ -111,9 +111,9 @@ class KernelConfigForward(_KernelConfig):
 
     Args:
       use_tma_load_x, use_tma_load_w: load x, load w by TMA.
-      fuse_gather: read x through gather_indices inside the kernel, by pointers, rather than from a copy in expert order
-        that a small kernel makes first.
-      fuse_scatter: write y in token order inside the kernel, by pointers, rather than have a small kernel reorder it.
+      fuse_gather: read x through gather_indices inside the kernel, by pointers. Otherwise a small kernel first copies x
+        into expert order.
+      fuse_scatter: write y in token order inside the kernel, by pointers. Otherwise a small kernel reorders y.
     """
 
     op = "forward"

@@ -29,7 +29,7 @@ def quantize_tokens(
     """Quantizes rows with one scale for every 128 features of a row.
 
     The scale is the largest magnitude among these features, divided by the largest number of the dtype. A block with a
-    NaN or an infinity becomes NaN, and no other does. Gradients do not pass.
+    NaN or an infinity becomes NaN; other blocks do not. Gradients do not flow through.
 
     Source: DeepSeek-V3 Technical Report (arXiv 2412.19437), 3.3.2.
 
@@ -40,7 +40,7 @@ def quantize_tokens(
 
     Returns: a QuantizedArray of values [T, K] and float32 scales [T, K / 128].
 
-    Raises: ValueError: x has another rank. TypeError: x is no float array, or dtype is neither of the two.
+    Raises: ValueError: x has another rank. TypeError: x is not a float array, or dtype is neither of the two.
     """
     stored_as = _format(dtype, power_of_2_scales)
     return QUANTIZE_ROWS(How(None, current_target()), Quantize(_checked("x", x, "[T, K]")), stored_as=stored_as)
@@ -105,17 +105,17 @@ class Fp8:
     Each factor gets scales from its own values: one scale for 128 features of a token, of its hidden features or of a
     gradient, and one for 128 x 128 entries of a weight. Products are summed in float32, promoted every 128 features.
     Quantization passes gradients straight through. For the backward pass the pre-activation is kept in FP8. Tokens and
-    gradients that are sent to experts on other devices are quantized before, and dW then reads them as they arrive.
+    gradients that are sent to experts on other devices are quantized first, and dW then reads the quantized values.
 
     Source: DeepSeek-V3 Technical Report (arXiv 2412.19437), 3.3.
 
     Attributes:
       gradient_dtype: dtype of quantized gradients, float8_e4m3fn or float8_e5m2; all other values are float8_e4m3fn.
       power_of_2_scales: round scales up to powers of two, so that scaling rounds nothing.
-      keeps_weights: quantize weights once for both passes, which is faster and keeps a byte a weight for the backward
-        pass; otherwise each pass quantizes what it needs, unless weights are wider than x: those are read once.
+      keeps_weights: quantize weights once for both passes, which is faster but keeps a byte per weight for the backward
+        pass. Otherwise each pass quantizes what it needs, except weights wider than x, which are read only once.
 
-    Raises: TypeError: gradient_dtype is neither of the two, or an option is no bool.
+    Raises: TypeError: gradient_dtype is neither of the two, or an option is not a bool.
     """
 
     gradient_dtype: DTypeLike = jnp.float8_e4m3fn

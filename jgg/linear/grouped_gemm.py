@@ -36,7 +36,7 @@ def grouped_gemm(
     kernel_config_bwd_dw: KernelConfigDW | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Multiplies each expert's rows of `x` by that expert's matrix.
+    """Multiplies each expert's rows of `x` by the expert's matrix.
 
     Computes `y[i] = (x[i] @ w[e]^T + bias[e]) * topk_weights[i]` for every row i of each expert e, accumulating in
     float32. Differentiable in x, w, topk_weights and bias, to any order; second and higher derivatives are computed in
@@ -48,15 +48,15 @@ def grouped_gemm(
 
     Args:
       x: float32, float16 or bfloat16 [M, K] in expert order, or [T, K] in token order with `permute_x`. Or a
-        QuantizedArray, which `quantize_tokens` makes of such an array.
-      w: [E, N, K] or, with `w_layout="ekn"`, [E, K, N], in the dtype of x; copied in neither case. Or a QuantizedArray
+        QuantizedArray, such as `quantize_tokens` returns for such an array.
+      w: [E, N, K] or, with `w_layout="ekn"`, [E, K, N], in the dtype of x; neither layout is copied. Or a QuantizedArray
         of this shape. If x is quantized too, they are multiplied in FP8 (on GPUs of compute capability 8.9 and newer,
         for K a multiple of 16; "ekn" copies w); otherwise w is dequantized first. A QuantizedArray gets no gradient.
       group_sizes: integer [E], rows of each expert. A negative or too large size is clamped so that the rows end at M.
       topk: k, experts per token.
       gather_indices: integer [M], for each row in expert order its position t * k + j in token order. An index outside
-        [0, M) reads as zero and writes nowhere; where an index repeats, any one of its rows may write. Gradients
-        are right only for indices that name no position twice; `jgg.check` reports others.
+        [0, M) reads as zero and writes nowhere; if an index repeats, any one of its rows may write. Gradients are right
+        only if no position is named twice; `jgg.check` reports repeats.
       permute_x: read row i of x at token `gather_indices[i] // topk`.
       permute_y: write row i of y at `gather_indices[i]`, so that y is in token order. Rows that no index names are
         unspecified.
@@ -71,21 +71,21 @@ def grouped_gemm(
         and "highest" in IEEE float32. A `jax.lax.DotAlgorithmPreset` counts as the first of these
         that keeps as many bits.
       preferred_element_type: dtype of the result; by default the dtype of x, or bfloat16 if x is quantized. If the
-        result has another dtype than x, its cotangent is not rounded to the dtype of x: "xla" multiplies it in float32,
-        and the kernels as the sum of two pieces in the dtype of x, without the second where that is zero.
+        result and x differ in dtype, y's cotangent is not rounded to the dtype of x: "xla" multiplies it in float32,
+        and the kernels multiply the sum of two pieces in the dtype of x, skipping the second where it is zero.
       kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw: configurations of the Triton kernels; by default
         chosen from the shapes and the device.
       implementation: "triton" (CUDA, compute capability 8.0 or newer), "xla" (any platform; in forward mode too) or
-        "interpret" (the Triton kernels on the CPU, float32 and float16); by default "triton" where the program is
-        compiled for such a GPU and "xla" elsewhere.
+        "interpret" (the Triton kernels on the CPU, float32 and float16); by default "triton" if the program is compiled
+        for such a GPU and "xla" elsewhere.
 
     Returns:
       y [M, N]. Rows past `sum(group_sizes)` are zero, whatever such rows of x hold.
 
     Raises:
-      ValueError: shapes disagree, or an option is none of those listed.
-      TypeError: a dtype is unsupported, x and w differ in dtype, or an argument is not the array, int or flag that
-        it must be.
+      ValueError: shapes disagree, or an option is not one of those listed.
+      TypeError: a dtype is unsupported, x and w differ in dtype, or an argument is not the array, int or flag that it
+        must be.
     """
     _check_config("kernel_config_fwd", kernel_config_fwd, KernelConfigForward)
     _check_config("kernel_config_bwd_dx", kernel_config_bwd_dx, KernelConfigDX)

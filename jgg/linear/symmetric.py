@@ -33,13 +33,13 @@ def symmetric_product(
 
     The caller promises the symmetry: right is left, or both are polynomials of one symmetric matrix. `add` must be
     symmetric too. Kernels compute the tiles on and below the diagonal and write the others as their mirror images. The
-    result is symmetric to the last bit. Without that, two rounded polynomials would not quite commute, and iterations
+    result is symmetric to the last bit. Otherwise two rounded polynomials would not quite commute, and iterations
     would make the difference larger.
-    Products are added up in float32, and the whole is rounded once. Not differentiable by kernels' own rules: JAX
+    Products are summed in float32, and the result is rounded once. Kernels have no gradient rules of their own: JAX
     differentiates the plain product.
 
     Args:
-      left: float32, float16 or bfloat16 [..., N, K]; any axes in front of a matrix's two, one product for each index.
+      left: float32, float16 or bfloat16 [..., N, K]; leading axes are batch axes.
       right: like left; None for left itself.
       scale, add_scale, diagonal: numbers or float scalars, which may be traced: kernels do not depend on their values.
       add: float [..., N, N], or None for nothing.
@@ -84,7 +84,7 @@ def apply(
     precision: jax.lax.PrecisionLike = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Computes `p @ x`, adding up in float32: an ordinary product of each pair of matrices.
+    """Computes `p @ x`, an ordinary product of each pair of matrices, accumulating in float32.
 
     Args:
       p: [..., N, N], in the dtype of x.

@@ -50,26 +50,27 @@ class Call(NamedTuple):
 class Operation[Results]:
     """An operation on a NamedTuple of operands, arrays or None, and on parameters that are hashable.
 
-    Called with how, operands and parameters it returns its results: an array, or a NamedTuple or QuantizedArray of
-    arrays, as `result_types` says. It is a primitive, lowered to the implementation asked for or else to the platform's
-    own, so that a program traced once can be compiled for several platforms. Under `vmap` it runs once for all elements
-    or for one element after the other; under plain `jit` on several devices each device computes its part. JAX
-    differentiates it by differentiating `plain`. Functions made of operations, such as `grouped_gemm`, have derivative
-    rules of their own, which compute gradients by kernels.
+    Call it with how, operands and parameters. It returns an array, or a NamedTuple or QuantizedArray of arrays, as
+    `result_types` says. It is a JAX primitive. It lowers to the implementation you ask for, or else to the platform's
+    default, so a program traced once can be compiled for several platforms. Under `vmap` it runs once for all elements
+    or once per element; under plain `jit` on several devices each device computes its part. JAX differentiates it by
+    differentiating `plain`. Functions built from operations, such as `grouped_gemm`, have their own derivative rules,
+    which compute gradients with kernels.
 
     Attributes:
       name: the name that a jaxpr and a profile show.
       operands: the NamedTuple, whose docstring says what they are.
       result_types: (operands, **parameters) -> the results, an `array_type` in place of each array.
       plain: (operands, **parameters) -> results, in plain JAX that can be differentiated.
-      launch: (launcher, operands, **parameters) -> results, by kernels. Where the caller may ask for a configuration of
-        the kernels, `launch` and a function `vmap` have a parameter `config` too, left out where none is asked for.
-      vmap: how `vmap` computes it: "loop"; as one operation on the "rows" of all, which do not depend on each other; as
-        one of more "groups"; with the batch axis as one more leading "axis"; or by the operations of `several`. Or a
-        function (how, operands, which of them have a leading batch axis, **parameters) -> results with that axis. Where
-        one operation would copy an operand, as when such a function returns None, it is a loop.
-      mesh: how devices split it: the "rows", which do not depend on each other; "several": by `several`. Or a function
-        (operands, **parameters) -> Letters, or None for `several`.
+      launch: (launcher, operands, **parameters) -> results, by kernels. If callers may ask for a configuration of the
+        kernels, `launch` and a function `vmap` also take a parameter `config`, passed only when one is asked for.
+      vmap: how `vmap` computes it. "loop": element by element; "rows": as one operation on all rows, which do not
+        depend on each other; "groups": as one operation with more groups; "axis": with the batch axis as one more
+        leading axis; "several": by the operations of `several`. Or a function (how, operands, which of them have a
+        leading batch axis, **parameters) -> results with that axis. It loops if one operation would copy an operand,
+        or if such a function returns None.
+      mesh: how devices split it. "rows": by rows, which do not depend on each other; "several": by `several`. Or a
+        function (operands, **parameters) -> Letters, or None for `several`.
       shared: the names of operands that all rows share, such as a norm's scale.
       several: (how, operands, **parameters) -> results, by operations that several devices can split; by default
         `plain`, which XLA splits.

@@ -25,8 +25,8 @@ def load_balancing_loss(
     """The auxiliary loss that evens out the experts' loads.
 
     Computes `E * sum over e of f[e] * P[e]` with f[e] the fraction of the routed rows that go to expert e and P[e] the
-    mean over tokens of the router's probability of e. It is 1 if f or P is uniform, and at most E;
-    `load_balancing_loss_func` of Hugging Face Transformers is k times it. The gradient flows through P.
+    mean over tokens of the router's probability of e. It is 1 if f or P is uniform, and at most E.
+    `load_balancing_loss_func` of Hugging Face Transformers is k times larger. The gradient flows through P.
 
     Args:
       logits: float [T, E], the router's output.
@@ -37,7 +37,7 @@ def load_balancing_loss(
       axis_name: inside `jax.shard_map`, the mesh axis or axes over which tokens are split; the means are over the
         tokens of all devices.
 
-    Returns: float32 scalar, 0 where no token counts.
+    Returns: float32 scalar, 0 if no token counts.
     Raises: ValueError, TypeError: as `route`.
     Source: Fedus et al., Switch Transformers, 2021, equations 4 to 6; for "sigmoid" DeepSeek-AI, DeepSeek-V3 Technical
       Report, 2024, equations 17 to 20, over all tokens given rather than each sequence.
@@ -90,7 +90,7 @@ def router_z_loss(logits: ArrayLike, *, mask: ArrayLike | None = None, axis_name
       logits: float [T, E], the router's output.
       mask, axis_name: as in `load_balancing_loss`.
 
-    Returns: float32 scalar, 0 where no token counts.
+    Returns: float32 scalar, 0 if no token counts.
     Raises: ValueError, TypeError: as `route`.
     Source: Zoph et al., ST-MoE: Designing Stable and Transferable Sparse Expert Models, 2022, equation 5.
     """
@@ -114,8 +114,8 @@ def update_selection_bias(selection_bias: ArrayLike, group_sizes: ArrayLike, rat
 
     Args:
       selection_bias: float [E], as `route` takes it; float32, since a narrower one loses small steps.
-      group_sizes: integer [E], rows of each expert in one step or several, summed over devices (`jax.lax.psum`) where
-        each has its own tokens. Their sum may be more than the dtype can hold.
+      group_sizes: integer [E], rows per expert in one or several steps, summed over devices (`jax.lax.psum`) if each
+        has its own tokens. Their sum may exceed what the dtype can hold.
       rate: number or scalar array, 0.001 in DeepSeek-V3.
 
     Returns: [E] in the dtype of selection_bias.

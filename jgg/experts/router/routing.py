@@ -31,7 +31,7 @@ class Routing(NamedTuple):
 
     Attributes:
       topk_weights: float32 [T, k], the weight of each choice.
-      topk_indices: int32 [T, k], the expert of each choice; outside [0, E) for a choice that is no expert.
+      topk_indices: int32 [T, k], the expert of each choice; outside [0, E) for a choice without an expert.
       group_sizes: int32 [E], rows of each expert.
       gather_indices: int32 [M], for each row in expert order its position t * k + j in token order. None means
         that k is 1 and the tokens are in expert order already.
@@ -81,12 +81,12 @@ def route(
       topk: k, experts per token.
       score: "softmax" over all experts; "topk_softmax": the k highest logits are chosen, and the softmax is over these
         k; "sigmoid" of each logit.
-      normalize: divide a token's k scores by their sum, for "sigmoid" their sum plus 1e-20. None divides where k > 1.
-        With k = 1 a divided weight is 1 whatever the logits, so the logits get no gradient from it; None then keeps the
-        score, as Switch Transformer does. "topk_softmax" weights always sum to 1, with k = 1 too, so normalize=False is
-        an error.
-      scale: finite number, factor of the weights.
-      selection_bias: float [E], added to the scores where experts and groups are chosen; it gets no gradient. See
+      normalize: divide a token's k scores by their sum, for "sigmoid" their sum plus 1e-20. None divides if k > 1.
+        With k = 1 a divided weight is always 1, so the logits get no gradient from it; None then keeps the score, as
+        Switch Transformer does. "topk_softmax" weights always sum to 1, even with k = 1, so normalize=False is an
+        error.
+      scale: finite number that multiplies the weights.
+      selection_bias: float [E], added to the scores to choose experts and groups; it gets no gradient. See
         `update_selection_bias`.
       num_groups: groups of E / num_groups consecutive experts each.
       topk_groups: number of groups from which a token may take experts. It takes the groups with the highest group
@@ -94,26 +94,26 @@ def route(
         "topk_softmax" these scores are the logits.
       scores_per_group: how many scores rank a group, at most E / num_groups. By default two for "sigmoid", as in
         DeepSeek-V3, else one, as in DeepSeek-V2. Megatron Core and Transformer Engine take k // topk_groups.
-      topk_indices: integer [T, k], experts to use instead of the router's choice, such as the choices of another router
-        that are replayed; None where the router makes all choices. -1 leaves a choice to the router: a token's choices
-        of -1 become, in order of position, the best of the k experts that the router would choose without topk_indices
-        and that the token is not given. So they stay within the router's groups; given experts may be of any group. The
-        weights are made from the logits of the experts used, by the options above. An expert that a token is given
-        twice has two rows, each with its weight. An index outside [-1, E) is no expert: the choice has weight 0, is
-        left out where scores are normalized, and adds nothing in `moe_mlp`.
+      topk_indices: integer [T, k], experts to use instead of the router's choice, for example to replay the choices of
+        another router; None if the router makes all choices. -1 leaves a choice to the router: of the k experts that
+        it would choose without topk_indices, the best that the token is not given replace its -1s, in order. So they
+        stay within the router's groups; given experts may be of any group. The options above turn the logits of the
+        experts used into weights. An expert given to a token twice has two rows, each with its weight. A choice with
+        an index outside [-1, E) has no expert: its weight is 0, normalization leaves it out, and it adds nothing in
+        `moe_mlp`.
       implementation: how to choose, weigh and sort, as in `grouped_gemm`. All implementations choose the same experts
         for the same scores; weights may differ in their last bits. With kernels, no bit of a token's choices and
         weights depends on the other tokens.
 
     Returns:
-      a Routing, differentiable in logits through topk_weights. A NaN logit is ranked as +infinity: its expert is chosen
+      a Routing, differentiable in logits through topk_weights. A NaN logit ranks as +infinity: its expert is chosen
       and its weight is NaN. ("softmax" with a selection_bias is the exception: there all scores of the token are
       NaN, which is a tie.) The k experts of the token are still distinct.
 
     Raises:
-      ValueError: a shape or an option is wrong; the message names the argument, what was expected and what came.
-      TypeError: logits or selection_bias is no float array, topk_indices no integer array, or an option no number or
-        flag.
+      ValueError: a shape or an option is wrong; the message names the argument, what it expected and what it got.
+      TypeError: logits or selection_bias is not a float array, topk_indices is not an integer array, or an option is
+        not a number or flag.
     """
     logits = as_logits(logits)
     num_experts = logits.shape[1]
