@@ -41,13 +41,13 @@ class MoESharding:
       fsdp, expert, tensor: one axis each, or None.
       fsdp_splits: how the devices along `fsdp` split w_gate_up, w_down and their adapters: "experts" (each stores some
         experts whole; E must be a multiple of the number of devices along `fsdp` and `expert` together) or "features"
-        (each stores a part of H of all experts; this takes longer, as devices must copy what they gathered into order).
+        (each stores a part of H of all experts; slower, because devices must copy what they gathered into order).
       exchange: "all_gather" (every device gets all tokens along `expert`, and results are reduce-scattered) or
-        "ragged_all_to_all" (a token goes once to each device with experts of its choice if there is room for all
-        tokens along `expert`, and else once for each choice). Both give the same y and drop the same rows.
+        "ragged_all_to_all" (a token goes once to each device that has experts of its choice if there is room for all
+        tokens along `expert`, otherwise once per choice). Both give the same y and drop the same rows.
       buffer_factor: a device's buffer holds buffer_factor times its even share of routed rows, T * k for its T tokens.
-        Rows beyond that are dropped (they add nothing to y) and counted. None has room for all rows (the same as
-        buffer_factor = number of devices along `expert`) and takes more memory.
+        Rows beyond that are dropped (they add nothing to y) and counted. None makes room for all rows (as
+        buffer_factor = number of devices along `expert` does) and takes more memory.
       prevent_cse: as in `jax.checkpoint`, for the weights that are gathered along `fsdp` and gathered again in the
         backward pass. Set it to False for layers inside a `jax.lax.scan`, as a Decoder does for its own: a gather then
         waits for nothing but the stored weights, and can overlap with the products of the layer before. In other
@@ -95,7 +95,7 @@ class MoESharding:
 
     @property
     def token_spec(self) -> P:
-        """PartitionSpec of x, y [T, H] and every other array with one row per token."""
+        """PartitionSpec of x and y [T, H], and of every other array with one row per token."""
         return P(self.token_axes or None)
 
     @property
@@ -172,7 +172,7 @@ class MoESharding:
         """Raises where an array cannot be split evenly as a spec says.
 
         Args:
-          block: along each axis, the numbers that share a scale and so must be on one device; None for arrays without.
+          block: per axis, how many numbers share a scale and so must be on one device; None for arrays without scales.
         """
         for axis, (size, names) in enumerate(zip(shape, spec, strict=False)):
             names = names if isinstance(names, tuple) else (names,)

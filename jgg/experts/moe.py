@@ -71,8 +71,8 @@ def moe_mlp(
         that they do not name add nothing. They may be None if k is 1 and x is in expert order; then y is too.
       activation: "swiglu", "geglu", "geglu_tanh", "reglu" or "clamped_swiglu", which are gated; "ungated_silu",
         "ungated_gelu", "ungated_gelu_tanh", "ungated_relu" or "ungated_relu_squared", which are not; an Activation; or
-        a function such as `jax.nn.silu` for `function(gate) * up`. A function object is traced once, but
-        a new lambda in each call is traced every time.
+        a function such as `jax.nn.silu` for `function(gate) * up`. A function object is traced once, but a new
+        lambda in each call is traced each time.
       interleaved: the features of w_gate_up are gate 0, up 0, gate 1, up 1, ... rather than side by side.
       b_gate_up: [E, 2 * I], added to the product with w_gate_up.
       b_down: [E, H], added to the product with w_down.

@@ -22,7 +22,7 @@ from jgg.launching.launch import Kernel, Launch
 
 
 class How(NamedTuple):
-    """How an operation is to be computed.
+    """How to compute an operation.
 
     Attributes:
       implementation: one of IMPLEMENTATIONS or None.
@@ -58,12 +58,12 @@ class Launcher(NamedTuple):
 
 
 def how_of(problem: GroupedGemmProblem, implementation: str | None) -> How:
-    """How to compute a problem: the implementation asked for, and the GPU that is here or that `jgg.target` names.
+    """How to compute a problem: the requested implementation, and the GPU that is here or that `jgg.target` names.
 
     Symbolic shapes are computed by "xla".
 
     Raises: ValueError: no implementation has that name, or it cannot compute such shapes. ImportError: a package that
-      it needs is not installed.
+      it needs is missing.
     """
     check_implementation(implementation)
     if problem.is_symbolic:
@@ -93,7 +93,7 @@ def check_implementation(implementation: str | None) -> None:
 
 
 def is_plain_jax(implementation: str | None) -> bool:
-    """Whether a choice always leads to the xla implementation, which needs no custom derivative."""
+    """Whether this choice always means the xla implementation, which needs no custom derivative."""
     if implementation is not None:
         return implementation == "xla"
     if not has_triton():

@@ -1,9 +1,9 @@
 """Compiles the kernels of a program side by side, if the installed versions are in `jgg.core.versions.FIXED`.
 
-A kernel takes seconds to compile, and JAX lowers a program one operation after the other. So operations are noted as
-they are traced, and when the first of them is lowered, threads lower the others too. Only the compiled kernels of the
-threads are used: jax-triton keeps them, and the program waits for those that are not yet ready. A process that ends
-meanwhile waits for the threads too; the kernels that they compile are on disk for the next process.
+A kernel takes seconds to compile, and JAX lowers a program one operation after the other. So tracing notes operations,
+and when the first of them is lowered, threads lower the others too. Only the compiled kernels of the threads are used:
+jax-triton keeps them, and the program waits for any that are not ready. A process that ends meanwhile waits for the
+threads too; the kernels that they compile are on disk for the next process.
 """
 
 import functools
@@ -24,7 +24,7 @@ MOST_NOTED = (
 
 
 class Noted(NamedTuple):
-    """An operation as it is traced.
+    """An operation, noted when it is traced.
 
     Attributes:
       is_local: whether each device computes it on its own arrays, as in `jax.shard_map`.
@@ -46,7 +46,7 @@ class AheadCompiler:
     """Remembers traced operations, and compiles them in threads when the program that they are part of is lowered.
 
     Attributes:
-      num_threads: how many threads compile beside the program's own; with 0 nothing is noted.
+      num_threads: how many threads compile in addition to the program's own; with 0 nothing is noted.
       noted: the last MOST_NOTED operations, each with whether it still has to be lowered.
     """
 

@@ -34,8 +34,8 @@ class _KernelConfig:
       programs_per_sm: persistent programs per multiprocessor.
       kernel: "plain", the Triton kernel of every GPU, or "hopper", the warp-specialized kernel of H100 and H200
         (`jgg.kernels.hopper`). "hopper" has output tiles of [256, 128] or [256, 256] and steps of 64, or also 32 for
-        dW's wide tiles. It loads operands by TMA unless it gathers them, leaves scatter to a copy, and ignores num_warps
-        and programs_per_sm. Where it cannot run (`jgg.launching.requirements` says why), the heuristic chooses a
+        dW's wide tiles. It loads by TMA what it does not gather, leaves scatter to a copy, and ignores num_warps and
+        programs_per_sm. Where it cannot run (`jgg.launching.requirements` says why), the heuristic chooses a
         configuration instead.
     """
 
@@ -150,8 +150,8 @@ class KernelConfigDW(_KernelConfig):
 
     Args:
       use_tma_load_x, use_tma_load_dy: load x, load dy by TMA, as in KernelConfigForward.
-      fuse_gather: read x and dy through gather_indices inside the kernel, as in KernelConfigForward; dy that is scaled
-        by topk_weights is copied all the same, and so is dy with kernel "hopper" if x is gathered.
+      fuse_gather: read x and dy through gather_indices inside the kernel, as in KernelConfigForward. dy is still copied
+        if topk_weights scale it, or if x is gathered by kernel "hopper".
     """
 
     op = "dw"
@@ -171,5 +171,5 @@ CONFIG_TYPES: dict[str, type[KernelConfig]] = {
 
 
 def power_of_2(count: int, least: int = 16) -> int:
-    """The least power of two that is at least `count` and `least`."""
+    """The smallest power of two that is at least `count` and `least`."""
     return max(least, 1 << (count - 1).bit_length())

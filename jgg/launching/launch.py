@@ -63,7 +63,7 @@ class Launch:
     """One kernel launch; the dictionaries' keys are the kernel's parameters.
 
     Attributes:
-      operands: arrays and ints; None for an optional array, input or output, that this launch does not have.
+      operands: arrays and ints; None for an optional input or output array that this launch lacks.
       outputs: what the kernel writes: shape and dtype of a new array, or an array that it writes over. (XLA first
         copies such an array if it is needed later.)
       constants: compile-time parameters.
@@ -71,8 +71,8 @@ class Launch:
       descriptors: the operands and outputs that the kernel takes as TMA descriptors rather than pointers.
       num_warps, num_stages: warps of each program, and stages of its pipelined loads.
       num_ctas: multiprocessors (CTAs) that run one program as a cluster.
-      max_registers: what a thread may have at most, so that a multiprocessor runs more programs; None for no limit.
-      flops, bytes_accessed: the cost that XLA and its profiler are told.
+      max_registers: the most registers per thread, so that a multiprocessor runs more programs; None for no limit.
+      flops, bytes_accessed: the cost to report to XLA and its profiler.
     """
 
     operands: Mapping[str, jax.Array | int | None]
@@ -123,7 +123,7 @@ def matrix(shape: tuple[int, ...], block: tuple[int, int], cta_axis: int | None 
 
 
 def matrices(shape: tuple[int, ...], block: tuple[int, int]) -> Tma:
-    """Descriptor of row-major matrices one after the other, accessed one at a time."""
+    """Descriptor of consecutive row-major matrices, accessed one at a time."""
     _, rows, columns = shape
     return Tma(shape, (rows * columns, columns, 1), (1, *block))
 

@@ -49,9 +49,9 @@ def grouped_gemm(
     Args:
       x: float32, float16 or bfloat16 [M, K] in expert order, or [T, K] in token order with `permute_x`. Or a
         QuantizedArray, such as `quantize_tokens` returns for such an array.
-      w: [E, N, K] or, with `w_layout="ekn"`, [E, K, N], in the dtype of x; neither layout is copied. Or a QuantizedArray
+      w: [E, N, K] or, with `w_layout="ekn"`, [E, K, N], in the dtype of x; no layout needs a copy. Or a QuantizedArray
         of this shape. If x is quantized too, they are multiplied in FP8 (on GPUs of compute capability 8.9 and newer,
-        for K a multiple of 16; "ekn" copies w); otherwise w is dequantized first. A QuantizedArray gets no gradient.
+        if K is a multiple of 16; "ekn" copies w); otherwise w is dequantized first. A QuantizedArray gets no gradient.
       group_sizes: integer [E], rows of each expert. A negative or too large size is clamped so that the rows end at M.
       topk: k, experts per token.
       gather_indices: integer [M], for each row in expert order its position t * k + j in token order. An index outside

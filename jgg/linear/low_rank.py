@@ -53,18 +53,18 @@ class LowRank:
         """Returns w + delta, computed in float32, in the dtype of w.
 
         Args:
-          w: float [E, N, K] or [E, K, N]. A QuantizedArray is refused, because merging would have to round it again.
-            Merge into what its `dequantize` returns.
+          w: float [E, N, K] or [E, K, N]; not a QuantizedArray, because merging would have to round it again. Merge
+            into what its `dequantize` returns.
           w_layout: "enk" or "ekn", the layout of w, a and b.
 
         Raises:
           ValueError: shapes disagree, scale is not finite or w_layout is unknown.
-          TypeError: w, a or b is no float array.
+          TypeError: w, a or b is not a float array.
         """
         return self._added(w, w_layout, 1)
 
     def unmerge(self, w: ArrayLike, w_layout: str = "enk") -> jax.Array:
-        """Returns w - delta: what `merge` was given, up to its rounding to the dtype of w.
+        """Returns w - delta. It undoes `merge`, up to rounding to the dtype of w.
 
         Args: as `merge`.
 

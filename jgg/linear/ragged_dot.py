@@ -34,9 +34,9 @@ def ragged_dot(
       precision: as in `grouped_gemm`.
       preferred_element_type: dtype of the result; by default the operand dtype with the larger range; for equal ranges,
         the one with more mantissa bits.
-      group_offset: integer scalar or [1], index of the first group whose matrix is in rhs; rhs has the matrices of
+      group_offset: integer scalar or [1], index of the first group whose matrix is in rhs, which has the matrices of
         groups group_offset to group_offset + g - 1. Rows of other groups are zero in the result.
-      out_sharding: how the result is split over the Explicit axes of a mesh, a jax.NamedSharding or a jax.P. Operands
+      out_sharding: how to split the result over the Explicit axes of a mesh, a jax.NamedSharding or a jax.P. Operands
         are replicated, and every device computes the whole result before it is split.
       implementation: as in `grouped_gemm`.
 
@@ -86,15 +86,15 @@ def ragged_dot_general(
 
     Here b are batch dimensions, and x are the free or contracted dimensions before the ragged one. Both cases are
     differentiable in lhs and rhs. These layouts are used without a copy: lhs [m, k] with rhs [g, k, n] or [g, n, k],
-    and in the second case lhs [k, m] with rhs [k, n]. Other orders are transposed first. Batches run as under
+    and in the second case lhs [k, m] with rhs [k, n]. Other orders are transposed first. Batches run as with
     `jax.vmap`.
 
     Args:
       lhs, rhs: float32, float16 or bfloat16. If they have different dtypes, both are converted to float32.
       group_sizes: integer [b.., x.., g], or [g], shared by all b and x. Their sum may be less than the ragged
         dimension; rows past their sum count as zero.
-      ragged_dot_dimension_numbers: a jax.lax.RaggedDotDimensionNumbers. A ragged batch dimension is refused, because
-        groups would not change the result; use `jax.lax.dot_general`.
+      ragged_dot_dimension_numbers: a jax.lax.RaggedDotDimensionNumbers. It must not have a ragged batch dimension,
+        because groups would not change the result; use `jax.lax.dot_general` for that.
       precision, preferred_element_type, out_sharding, implementation: as in `ragged_dot`.
       group_offset: as in `ragged_dot`, for a free ragged dimension.
 

@@ -6,7 +6,7 @@ B problems of E groups and M rows become one problem:
     each has its own rows, and weights are shared     E groups of all problems' rows, read and written through indices
     no row depends on another, as in an activation    all problems' rows
 
-In all other cases, such as own weights for shared rows, this would repeat a large operand, so they run in a loop.
+Other cases, such as separate weights for shared rows, would repeat a large operand, so they run in a loop.
 `operands` and `batched` are NamedTuples with the same fields; `batched` says of each array whether it has a leading
 batch axis, [B, ...].
 """
