@@ -28,14 +28,14 @@ def test_a_model_is_loaded_trained_and_saved(tmp_path):
 
 def names_of_generating(*sections):
     """What the code of sections defines, with the page's first program before it."""
-    sections = "In code", *sections
+    sections = "In Python", *sections
     return run_code("\n".join(code for section in sections for code in code_of("generate.md", section)))
 
 
 @pytest.mark.sweep
 def test_samples_have_details(tmp_path):
     folder_with_tokenizer("qwen3_moe", tmp_path / "model")
-    names = names_of_generating("Sample", "Details")
+    names = names_of_generating("Sampling", "Log-probabilities")
     assert names["sampled"].shape == (2, 16)
     assert names["samples"].shape == names["generated"].tokens.shape == (8, 16)
     new = names["rows"].is_new
@@ -45,7 +45,7 @@ def test_samples_have_details(tmp_path):
 @pytest.mark.sweep
 def test_text_is_generated(tmp_path, capsys):
     folder_with_tokenizer("qwen3_moe", tmp_path / "model")
-    names = names_of_generating("As it comes")
+    names = names_of_generating("Streaming")
     assert [len(prompt) for prompt in names["prompts"]] == [4, 4]
     assert names["lengths"] == [4, 1]
     assert names["new"].shape == (2, 16)
@@ -66,7 +66,7 @@ def test_text_is_generated_with_an_adapter(tmp_path):
     model = jgg.models.load("model", lora_rank=16, lora_alpha=32)
     nnx.update(model, jax.tree.map(lambda array: array + 0.1, nnx.state(model, nnx.LoRAParam)))
     jgg.models.save_adapter(model, "adapter")
-    names = run_code("\n".join(code_of("generate.md", "In code") + code_of("generate.md", "With an adapter")))
+    names = run_code("\n".join(code_of("generate.md", "In Python") + code_of("generate.md", "With an adapter")))
     prompts, lengths = names["prompts"], names["lengths"]
     np.testing.assert_array_equal(names["new"], jgg.models.generate(model, prompts, 16, lengths=lengths))
     without = jgg.models.generate(jgg.models.load("model"), prompts, 16, lengths=lengths)
@@ -75,7 +75,7 @@ def test_text_is_generated_with_an_adapter(tmp_path):
 
 def test_targets_are_scored(tmp_path):
     shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
-    (code,) = code_of("evaluate.md", "In code")
+    (code,) = code_of("evaluate.md", "In Python")
     names = run_code(code)
     losses = names["model"].losses(names["tokens"][:, :-1], names["tokens"][:, 1:])
     np.testing.assert_allclose(names["log_probability"], -losses.sum(), rtol=1e-3)
@@ -107,7 +107,7 @@ def test_a_model_and_its_adapters_are_saved_and_loaded(tmp_path):
 
 def test_folders_for_servers_are_whole(tmp_path):
     folder_with_tokenizer("qwen3_moe", tmp_path / "model")
-    names = run_code("\n".join(code_of("serve.md", "A model") + code_of("serve.md", "A tuned model")))
+    names = run_code("\n".join(code_of("serve.md", "Serve a model") + code_of("serve.md", "Serve a fine-tuned model")))
     for name in ("served", "merged"):
         written = load_file(tmp_path / name / "model.safetensors")
         assert written.keys() == load_file(tmp_path / "model" / "model.safetensors").keys()
@@ -118,15 +118,17 @@ def test_folders_for_servers_are_whole(tmp_path):
 
 @pytest.mark.thorough
 def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path):
-    shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
+    folder_with_tokenizer("qwen3_moe", tmp_path / "model")
+    (tmp_path / "train.jsonl").write_text(json.dumps({"text": "t1 t2 t3 t4"}))
     (code,) = code_of("fine-tune.md", "Whole models")
     names = run_code(code)
-    assert names["losses"][-1] < names["losses"][0]
+    losses = names["record"].metrics["loss"]
+    assert losses[-1] < losses[0]
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         "adapter_config.json",
         "adapter_model.safetensors",
     }
-    own = names["adapters"], nnx.state(names["model"], nnx.LoRAParam)
+    own = nnx.state(names["trainer"].model, nnx.LoRAParam), nnx.state(names["model"], nnx.LoRAParam)
     trained, loaded = map(nnx.to_pure_dict, own)
     jax.tree.map(np.testing.assert_array_equal, loaded, trained)
 
@@ -134,7 +136,7 @@ def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path)
 @pytest.mark.sweep
 def test_a_model_learns_from_rewards_and_its_weights_go_to_servers(tmp_path, capsys):
     shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
-    names = run_code("\n".join(code_of("reinforcement-learning.md", "In code")))
+    names = run_code("\n".join(code_of("reinforcement-learning.md", "In Python")))
     steps, differences = zip(*(line.split() for line in capsys.readouterr().out.splitlines()), strict=True)
     assert steps == ("1", "2", "3") and max(map(float, differences)) < 0.1  # in bfloat16, on a CPU
     rows, advantages = names["batch_of"](4)
