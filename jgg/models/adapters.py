@@ -35,7 +35,7 @@ def save_adapter(model: Decoder, folder: str | Path, *, by_expert: bool = False)
     written for modules ("target_modules"), all others for parameters ("target_parameters"). The gate and up projections
     of a dense layer share one a, which is written for both. Arrays are written bit for bit, in their dtype. A layer
     whose a and b are zero is left out, and so are ranks whose column of a and row of b are zero, as `load_adapter`
-    leaves them. "base_model_name_or_path", by which `AutoPeftModelForCausalLM` finds the model, is `model.config.name`.
+    leaves them. "base_model_name_or_path", where `AutoPeftModelForCausalLM` finds the model, is `model.config.name`.
 
     If a model is split over the devices of several processes, all of them must call this: process 0 writes, and all
     return when the folder is there.
@@ -136,15 +136,15 @@ def _settings(of_modules: dict[str, tuple[int, float]], of_experts: Sequence[tup
 
 
 def load_adapter(model: Decoder, folder: str | Path) -> None:
-    """Gives a model the LoRA adapters of a folder that PEFT or `save_adapter` wrote, in the place of its own.
+    """Replaces a model's LoRA adapters with those in a folder that PEFT or `save_adapter` wrote.
 
-    The model may have no adapters before. It gets the targets, ranks and scales of the folder, in `lora_param_dtype`.
-    The adapters of experts are read as by `jgg.hf.load_adapter`; dropout is not applied. Names in target_modules that
-    the model has not are passed over, as in PEFT. If something is wrong, the model stays as it was.
+    The model need not have adapters before. It takes the folder's targets, ranks and scales, with adapters in
+    `lora_param_dtype`. Adapters of experts are read as in `jgg.hf.load_adapter`; dropout is not applied. As in PEFT,
+    names in target_modules that the model lacks are ignored. If anything is wrong, the model stays unchanged.
 
-    A target has one rank and one scale in all layers. Where the folder's differ between layers, as by rank_pattern or
-    layers_to_transform, the rank is the largest; what a layer lacks of it is zero in a and b, whose gradients are then
-    zero too. The scale is that of the first layer; b makes up for the others'.
+    A target has one rank and one scale in all layers. Where the folder's differ between layers, for example because of
+    rank_pattern or layers_to_transform, the rank is the largest. Layers with a smaller rank have zeros in the rest of a
+    and b, where gradients are zero too. The scale is the first layer's; in other layers, b makes up for the difference.
 
     Args:
       model: the model.
@@ -174,7 +174,7 @@ def _is_same(model: Decoder, lora: Lora) -> bool:
 
 
 def _replace_adapters(model: Decoder, lora: Lora) -> None:
-    """Gives the model's modules the options of adapters, and adapters without values in the place of their own."""
+    """Sets the options of adapters in the model's modules, and replaces their adapters by new ones without values."""
     own_options = {field.name: getattr(model.options, field.name) for field in dataclasses.fields(Options)}
     del own_options["lora"]
     options = lora.of_a_layer
@@ -225,7 +225,7 @@ def _terms(model: Decoder) -> Iterator[tuple[Matrix, int, LowRank]]:
 
 
 def _tensors_of(modules: Sequence[str], term: LowRank) -> dict[str, np.ndarray]:
-    """The tensors of a term beside a matrix of modules side by side: lora_A [r, K] and lora_B [columns, r] of each."""
+    """A term's tensors, for a matrix that joins several modules: lora_A [r, K] and lora_B [columns, r] per module."""
     tensors: dict[str, np.ndarray] = {}
     for module, b in zip(modules, np.split(np.asarray(term.b), len(modules), axis=1), strict=True):
         own = (np.ascontiguousarray(factor.T) for factor in (np.asarray(term.a), b))

@@ -1,7 +1,7 @@
 """Causal attention whose bits do not depend on the batch: by a kernel that takes keys in a fixed order.
 
-The forward pass is `ATTEND`. The backward pass, in which bits may depend on the batch, is that of `jgg.models.attend`:
-by cuDNN, for the kernel's result and statistics, where cuDNN takes the arrays, else in plain JAX.
+The forward pass is `ATTEND`. The backward pass is the same as in `jgg.models.attend`, and its bits may depend on the
+batch: cuDNN computes it from the kernel's result and statistics where it takes the arrays, and plain JAX elsewhere.
 """
 
 import functools

@@ -42,7 +42,7 @@ class Place(NamedTuple):
     Attributes:
       positions: int32 [B, S], of the tokens in their sequences; B may be 1 if all have the same.
       rotation: cosines and sines of the layer's rotary embedding, as `rotated` takes them.
-      layer: int32 [], the layer's place among those that are stacked with it.
+      layer: int32 [], the layer's index in its stack.
       window: how many of the last tokens one attends to, itself included; None for all, in all layers.
       is_local: bool [], whether this layer has the window; None if all have it.
       segments: int32 [B, S], the segment of each token, which attends to no other; None for one. Without a cache.
@@ -89,7 +89,7 @@ class Place(NamedTuple):
         return jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32)[None] - positions, shape)
 
     def is_token(self, length: int) -> jax.Array | None:
-        """Whether each of so many places has a token of its sequence, bool [B, S]; None if all have."""
+        """Whether each of `length` places has a token of its sequence, bool [B, S]; None if all have."""
         if self.lengths is None:
             return None
         places = jnp.arange(length, dtype=jnp.int32) + (0 if self.start is None else self.start)
@@ -147,7 +147,7 @@ class Attention(nnx.Module):
 
     @staticmethod
     def empty_cache(own: AttentionConfig, layers: int, batch: int, positions: int, dtype: DTypeLike) -> Cache:
-        """The cache of so many layers, sequences and positions."""
+        """An empty cache for this many layers, sequences and positions."""
         shape = (layers, batch, positions, own.num_kv_heads, own.head_features)
         return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
 

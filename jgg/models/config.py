@@ -32,8 +32,8 @@ class ModelConfig:
       num_layers: number of layers, the dense ones included.
       num_further_layers: how many layers a folder may have after these. They predict further tokens, and are not read.
       mixers: for each layer, what mixes the tokens of a sequence: the options of attention, or of another kind.
-      is_dense: for each layer, whether it has an MLP in the place of experts.
-      dense_features: hidden features of these MLPs, and of those beside experts.
+      is_dense: for each layer, whether it has an MLP instead of experts.
+      dense_features: hidden features of these MLPs, and of MLPs alongside experts.
       dense_activation: their activation, a name in `jgg.moe_mlp`.
       layout: how the parts of a layer are put together, a name in `jgg.models.stacks.LAYOUTS`.
       norm_epsilon: what RMS norms add to the mean square.

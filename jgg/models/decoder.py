@@ -43,10 +43,10 @@ class Decoder(nnx.Module):
       options: the other arguments, checked.
       w_embedding: nnx.Param [V, H].
       layers: the layers with experts, which have `attention_norm`, `attention` or another mixer, `mlp_norm` and `moe`,
-        a `jgg.nnx.MoE`. Where their shapes differ, as where every fourth has another mixer, those that are alike are
-        stacked, and further stacks have the number of their first layer in their name, such as `layers_3`.
-        Gemma 4's have `mlp` beside `moe`, and more norms.
-      dense_layers: the layers without experts, which have `mlp` in the place of `moe`, or None.
+        a `jgg.nnx.MoE`. Where their shapes differ, for example because every fourth layer has another mixer, layers of
+        the same shapes are stacked, and the name of each further stack has the number of its first layer, such as
+        `layers_3`. Gemma 4's layers have `mlp` alongside `moe`, and more norms.
+      dense_layers: the layers without experts, which have `mlp` instead of `moe`, or None.
       norm: nnx.Param [H], of the last RMS norm.
       w_head: nnx.Param [H, V]; there is none if the embedding takes its place.
 
@@ -376,7 +376,7 @@ class Decoder(nnx.Module):
         return norm(x, self.config.norm_scale(scale), self.config.norm_epsilon, self.options.dense_implementation)
 
     def empty_caches(self, batch: int, positions: int) -> Caches:
-        """The caches of so many sequences and positions, before the first token: one for each of `config.plan`."""
+        """Empty caches for this many sequences and positions: one for each stack of `config.plan`."""
         config, options = self.config, self.options
         caches = (
             MIXERS[plan.mixer.kind].empty_cache(plan.mixer, plan.count, batch, positions, options.dtype)
@@ -411,7 +411,7 @@ class Decoder(nnx.Module):
         return self._end("w_embedding" if self.config.is_tied else "w_head").astype(dtype)
 
     def _end(self, name: str) -> jax.Array:
-        """A matrix beside the layers, whole on each device."""
+        """A matrix outside the layers, whole on each device."""
         return gathered({name: getattr(self, name)[...]}, self.options.sharding, self.options.dtype)[name]
 
     def merge_adapters(self) -> None:

@@ -25,13 +25,13 @@ from jgg.models.stacks import State as ModelState
 
 
 class Request(NamedTuple):
-    """What is asked for beside the prompts [B, S].
+    """What is asked for, apart from the prompts [B, S].
 
     Attributes:
       lengths: int32 [B], of the prompts.
       sampling: how tokens of the B prompts are drawn; None to take the likeliest.
       penalties: of the B prompts; None for no penalties.
-      stops: int32 [sequences, W], what ends a row, with -1 before those that are not the longest.
+      stops: int32 [sequences, W], what ends a row; shorter sequences have -1 in front.
     """
 
     lengths: jax.Array
@@ -63,7 +63,7 @@ class State(NamedTuple):
       filled: int32 [], how many of the N new tokens of each row are there.
       recent: int32 [R, W], the last of a row's new tokens, as many as the longest stop sequence has; before them -1.
       is_done: bool [R].
-      tokens: int32 [R, N]; behind those that are there, the last of them, again and again.
+      tokens: int32 [R, N]; past the `filled` ones, the last of them is repeated.
       lengths: int32 [R], of the new tokens, with the one that ended a row.
       occurrences: of tokens; None without penalties.
     """
@@ -119,12 +119,12 @@ def advance(
     *,
     plan: Plan,
 ) -> State:
-    """The state with so many new tokens of each row, or fewer, where all rows have ended.
+    """The state with `new_tokens` new tokens in each row, or fewer if all rows have ended.
 
     Args:
       before: the state of `start` or of this function, which is gone then.
-      request: that of `start`.
-      ended: bool [R], rows that are to end beside those that have.
+      request: the same as for `start`.
+      ended: bool [R], rows to end, in addition to those that have ended.
       new_tokens: int32 [], of `plan.most`.
     """
     outside = nnx.merge(graphdef, state)

@@ -108,7 +108,7 @@ class Delta(nnx.Module):
 
     @staticmethod
     def empty_cache(own: DeltaConfig, layers: int, batch: int, positions: int, dtype: DTypeLike) -> States:
-        """The cache of so many layers and sequences, whatever the number of positions."""
+        """An empty cache for this many layers and sequences; the number of positions makes no difference."""
         heads = own.num_value_heads, own.key_features, own.value_features
         seen = jnp.zeros((layers, batch, own.conv_size - 1, own.channels), dtype)
         return States(seen, jnp.zeros((layers, batch, *heads), jnp.float32))

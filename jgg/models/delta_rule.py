@@ -39,7 +39,7 @@ def delta_rule(
 
         S = exp(log_decay) S;    S = S + beta k (v - k^T S)^T;    y = scale q^T S
 
-    A token with log_decay 0 and beta 0 leaves the state as it is.
+    A token with log_decay 0 and beta 0 leaves the state unchanged.
 
     Args:
       q, k: [B, S, key heads, K], not normalized.

@@ -124,7 +124,7 @@ flash_attention.defvjp(_forward, backward)
 
 
 def query_blocks(length: int, least: int) -> list[tuple[slice, slice]]:
-    """The blocks of at least so many queries of a sequence, each with the keys before its end."""
+    """Blocks of at least `least` queries of a sequence, each with the keys before its end."""
     size = max(least, -(-length // _BLOCKS) + 1 & -2)  # cuDNN's masks need even lengths
     return [(slice(start, start + size), slice(start + size)) for start in range(0, length, size)]
 
@@ -161,7 +161,7 @@ def _sinks_gradient(sinks: jax.Array, y: jax.Array, log_sums: jax.Array, dy: jax
 
 
 def _others(q: jax.Array, bias: jax.Array | None, scale: float) -> tuple[list[jax.Array], dict[str, object]]:
-    """What both primitives take beside q, k and v: arrays by place, options by name."""
+    """What both primitives take in addition to q, k and v: arrays by position, options by name."""
     unused = jnp.zeros(0, q.dtype)
     options = {
         "scale": scale,
@@ -216,7 +216,7 @@ def _with_previous(array: jax.Array, window: int) -> jax.Array:
 
 
 def _tokens(array: jax.Array, q: jax.Array, window: int | None) -> jax.Array:
-    """Blocks [B * blocks, window, ...] as tokens [B, S, ...], of which q has those."""
+    """Blocks [B * blocks, window, ...] as tokens [B, S, ...], cut to the length of q."""
     if window is None:
         return array
     return array.reshape(q.shape[0], -1, *array.shape[2:])[:, : q.shape[1]]

@@ -37,8 +37,9 @@ _KEPT: dict[tuple[object, ...], _Kept] = {}  # by how they were made, and the id
 def put_forms(layers: Layer, options: Options) -> None:
     """Puts what forward products read in place of experts' weights that a recipe multiplies in FP8.
 
-    That is a byte for each weight beside the parameters, kept as long as these: see `kept_forms`. Made for each token,
-    it would cost a reading of all experts, whichever the token chose. A sharded model makes it for each token.
+    They take one byte per weight on top of the parameters, and are kept as long as these: see `kept_forms`. Making them
+    for each token would mean reading all experts, whichever ones the token chose. A sharded model does make them for
+    each token.
     """
     recipe = layers.moe.quantization if hasattr(layers, "moe") else None
     if recipe is None or options.sharding is not None:

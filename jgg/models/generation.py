@@ -83,15 +83,15 @@ def generate(
         likeliest token.
       top_p: draws only among the likeliest tokens that together have at least this probability, of those that top_k
         leaves; a number for all or numbers [B], 1 for all tokens.
-      top_k: draws only among so many of the likeliest tokens, and those that are as likely as the last of them; an int
-        for all or integers [B], of which as many as the vocabulary has, or more, leave all. None for all.
+      top_k: samples only from the k likeliest tokens, ties included; an int for all prompts, or integers [B]. None
+        keeps all tokens, and so does a k of at least the vocabulary's size.
       min_p: draws only among tokens with at least this part of the likeliest token's probability; a number for all or
         numbers [B], 0 for all tokens.
       repetition_penalty: divides the logits above 0, and multiplies those below, of all tokens that the prompt or the
         new tokens have; a number for all or numbers [B]. Penalties come before the temperature, also where that is 0.
-      presence_penalty: is taken off the logits of all new tokens; a number for all or numbers [B].
-      frequency_penalty: is taken off the logit of each new token as often as it is there; a number for all or
-        numbers [B].
+      presence_penalty: is subtracted from the logits of all new tokens; a number for all prompts, or numbers [B].
+      frequency_penalty: is subtracted from the logit of each new token once per occurrence; a number for all prompts,
+        or numbers [B].
       key: one random key for all prompts; this or seeds are needed unless all temperatures are 0.
       seeds: integer [B], by default 0 to B - 1. What is drawn for a prompt depends on the key, its seed and the number
         of the sample, not on its row or on the other prompts, as far as the logits do not.

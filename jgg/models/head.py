@@ -52,7 +52,7 @@ class Head:
 
     @property
     def of_gradients(self) -> Self:
-        """The same for gradients, whose order of additions may be that of the faster product."""
+        """The same for gradients, which may be added up in the order of the faster product."""
         return dataclasses.replace(self, batch_invariant=False)
 
     def layer(self, x: jax.Array, w: jax.Array, dw_dtype: DTypeLike) -> tuple[Linear, Operands]:
@@ -95,13 +95,13 @@ _logits_of.defvjp(_logits_of_fwd, _logits_of_bwd)
 
 
 def dx_of(head: Head, x: jax.Array, w: jax.Array, dy: jax.Array) -> jax.Array:
-    """The gradient of x [..., H] by that of the logits, in the dtype of x."""
+    """The gradient of x [..., H] from the logits' gradient, in the dtype of x."""
     linear, (_, matrix, routes, _) = head.of_gradients.layer(_rows(x), w, w.dtype)
     return layer.dx(linear, _rows(dy), matrix, routes)[0].dx.reshape(x.shape)
 
 
 def dw_of(head: Head, x: jax.Array, w: jax.Array, dy: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """The gradient of w in this dtype by that of the logits, which has the dtype of x."""
+    """The gradient of w, in this dtype, from the logits' gradient, which has the dtype of x."""
     rows = _rows(x)
     linear, (_, _, routes, _) = head.of_gradients.layer(rows, w, dtype)
     dw = layer.weight_gradient(linear, rows, _rows(dy), routes)

@@ -1,9 +1,9 @@
-"""Multi-head latent attention, and its cache, which has one short vector of each token in the place of keys and values.
+"""Multi-head latent attention, and its cache, which stores one short vector per token instead of keys and values.
 
-Keys and values of all heads are products of the latent c of a token with w_kv_b = (w_k, w_v), beside a rotated key r
-that all heads share. Tokens that attend to each other have keys and values by heads, as in other attention. Tokens that
-attend to a cache have none: as q (w_k c) = (q w_k) c, a query is multiplied by its head's w_k, all heads attend to the
-latents themselves, and the sum of latents is multiplied by w_v.
+Keys and values of all heads are products of a token's latent c with w_kv_b = (w_k, w_v); all heads also share a rotated
+key r. Tokens that attend to each other have keys and values per head, as in other attention. Tokens that attend to a
+cache have none: since q (w_k c) = (q w_k) c, a query is multiplied by its head's w_k, all heads attend to the latents
+themselves, and the sum of latents is multiplied by w_v.
 
 Source: DeepSeek-AI, DeepSeek-V2, 2024, 2.1 and appendix C. https://arxiv.org/abs/2405.04434
 """
@@ -84,11 +84,11 @@ class Latent(nnx.Module):
 
     @staticmethod
     def empty_cache(own: LatentConfig, layers: int, batch: int, positions: int, dtype: DTypeLike) -> LatentCache:
-        """The cache of so many layers, sequences and positions."""
+        """An empty cache for this many layers, sequences and positions."""
         return LatentCache(jnp.zeros((layers, batch, positions, 1, own.cached_per_token), dtype))
 
     def _queries_and_latents(self, x: jax.Array, place: Place) -> tuple[jax.Array, jax.Array]:
-        """Rotated queries [B, S, heads, D], and normalized latents beside rotated keys [B, S, kv_rank + rotated]."""
+        """Rotated queries [B, S, heads, D], and normalized latents joined to rotated keys [B, S, kv_rank + rotated]."""
         own, options = self.own, self.options
         names = ("q" if own.q_rank is None else "q_a"), "kv_a"
         # the backward pass computes keys and values again of these, which are small
@@ -133,7 +133,7 @@ class Latent(nnx.Module):
         return self._times_w_v(summed, place)
 
     def _times_w_k(self, q: jax.Array, place: Place) -> jax.Array:
-        """Queries [B, S, heads, plain features] times w_k, by which latents are multiplied: [B, S, heads, kv_rank]."""
+        """Queries [B, S, heads, plain features] times w_k, [B, S, heads, kv_rank], to multiply latents with."""
         w, factors = self._by_heads(place, slice(None, self.own.plain_features), q.dtype)
         product = jnp.einsum("bshd,rhd->bshr", q, w)
         if factors is not None:

@@ -43,7 +43,7 @@ class Mixer[Own: MixerConfig, Cache](Protocol):
     options: Options
 
     def __init__(self, config: ModelConfig, own: Own, options: Options, rngs: nnx.Rngs) -> None:
-        """A mixer of a model with this config, of which `own` has the mixer's sizes and options."""
+        """A mixer of a model with this config; `own` is the part with the mixer's sizes and options."""
         ...
 
     def __call__(self, x: jax.Array, place: Place, cache: Cache | None) -> tuple[jax.Array, Cache | None]:
@@ -129,9 +129,9 @@ class Layer(nnx.Module):
     def _is_quantized(self, x: jax.Array, generates: bool) -> bool:
         """Whether the experts' products are in FP8; not where text is generated and an expert has few rows.
 
-        FP8 products would not be faster than reading the weights as they are, and would transpose them first. By the
-        number of rows alone, so that calls with as many tokens compute alike. With `batch_invariant` the recipe holds
-        for every number of rows, as in training; see `fp8_forms.put_forms`.
+        FP8 products would be no faster there than reading the stored weights, and would transpose them first. Only the
+        number of rows decides, so that calls with equally many tokens compute alike. With `batch_invariant` the recipe
+        applies to every number of rows, as in training; see `fp8_forms.put_forms`.
         """
         moe, quantization = self.config.moe, self.moe.quantization
         if quantization is None or not generates or self.options.batch_invariant:

@@ -76,8 +76,8 @@ class LeftOut:
 class Copies:
     """The tensors that `save` copies from the folder that a model was loaded from; iteration reads them one by one.
 
-    Tensors in FP8 stay as they are if the new folder has the same format, and else take its dtype. All others are
-    copied bit for bit.
+    Tensors in FP8 are copied unchanged if the new folder has the same format, and otherwise converted to its dtype. All
+    others are copied bit for bit.
 
     Args:
       left_out: what is copied; None if that is nothing.

@@ -60,11 +60,13 @@ def load(
     A name of the Hugging Face Hub, "owner/model", is fetched by `jgg.hf.download`, unless a folder has this path.
 
     Experts may be stored one by one, as in published checkpoints, or together, as transformers 5 has them in memory. As
-    in transformers, model.safetensors counts where an index is beside it, and the frequencies of rotary embeddings, a
-    copy of a tied head, layers that predict further tokens and towers that see or hear are not read; `save` copies the
-    last two, and the files of the tokenizer. Matrices in FP8 that are not of experts are dequantized to bfloat16.
+    in transformers, model.safetensors takes precedence over an index next to it. Not read, again as in transformers,
+    are the frequencies of rotary embeddings, a copy of a tied head, layers that predict further tokens, and vision and
+    audio towers; `save` copies the last two and the tokenizer's files. FP8 matrices outside the experts are dequantized
+    to bfloat16.
 
-    All files' beginnings are checked before anything is read. Host memory holds one parameter of one layer at a time.
+    The headers of all files are checked before any tensor is read. Host memory holds one parameter of one layer at a
+    time.
     With a sharding, each device gets its shards alone, except that FP8 experts are quantized on one device, a parameter
     of a layer at a time. Of several processes, each reads the whole folder.
 
@@ -74,7 +76,7 @@ def load(
       param_dtype: dtype of the matrices, by default `dtype`. Routers, norms and other vectors keep a wider dtype that
         they are stored in; a router's selection bias is at least float32.
       experts: "dense", in param_dtype, also if the folder has them quantized; "as stored", quantized where the folder
-        has them so; or a `jgg.Fp8`, to quantize them as they are loaded and multiply in FP8. Quantized experts are
+        has them so; or a `jgg.Fp8`, to quantize them while loading and multiply in FP8. Quantized experts are
         `jgg.nnx.Frozen`.
       remat, unroll, lora_rank, lora_alpha, lora_targets, lora_param_dtype, implementation, batch_invariant, sharding:
         as in `jgg.models.Decoder`.
@@ -216,13 +218,13 @@ class _Reader:
         return LeftOut.of(self.checkpoint.path, found)
 
     def ends(self) -> Iterator[tuple[str, jax.Array | QuantizedArray]]:
-        """Yields the parameters beside the layers."""
+        """Yields the parameters outside the layers."""
         for name, tensor in ends(self.model, self.tensors):
             shape = getattr(self.model, name).shape
             yield name, self._placed(name, tensor.filled("", shape, self.tensors.__getitem__))
 
     def layer(self, stack: Stack, number: int) -> Iterator[tuple[str, jax.Array | QuantizedArray]]:
-        """Yields a layer's parameters, each as it is read, by the names of the stack's variables."""
+        """Yields each of a layer's parameters when it is read, with the name of the stack's variable."""
         of_layer, block = stack.tensors, stack.family.layer_name(number)
         for name, variable in stack.variables.items():
             if name in of_layer:

@@ -158,7 +158,7 @@ def _weighted_sum(losses: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 class _Differentiated(NamedTuple):
-    """Losses [B, S], and the gradients of x, in its dtype, and of w, in that of w or float32."""
+    """Losses [B, S], the gradient of x, in its dtype, and the gradient of w, in its dtype or float32."""
 
     losses: jax.Array
     dx: jax.Array
@@ -226,7 +226,7 @@ def losses_by(logits: jax.Array, targets: jax.Array, head: Head) -> Losses:
 
 
 def _d_logits(logits: jax.Array, log_sums: jax.Array, targets: jax.Array, d_losses: jax.Array, head: Head) -> jax.Array:
-    """The gradient of the logits that `logits_of` gives by that of the losses, by the final logits."""
+    """The gradient of the result of `logits_of`, from the losses' gradient and the final logits."""
     vocabulary = logits.shape[-1]
     is_known = (targets >= 0) & (targets < vocabulary)
     d_losses = jnp.where(is_known | (d_losses == 0), d_losses, jnp.nan)

@@ -1,4 +1,4 @@
-"""The largest logits of attention, by which qk-clip scales the matrices of queries and keys."""
+"""The largest logits of attention, which tell qk-clip how to scale the matrices of queries and keys."""
 
 import math
 

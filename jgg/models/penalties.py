@@ -11,8 +11,8 @@ class Penalties(NamedTuple):
 
     Attributes:
       repetition: float32 [R], divides logits above 0 and multiplies those below, of tokens of the prompt and new ones.
-      presence: float32 [R], is taken off the logit of each new token.
-      frequency: float32 [R], is taken off the logit of each new token as often as it is there.
+      presence: float32 [R], is subtracted from the logit of each new token.
+      frequency: float32 [R], is subtracted from the logit of each new token once per occurrence.
 
     Source: `RepetitionPenaltyLogitsProcessor` of transformers; `presence_penalty` and `frequency_penalty` of OpenAI's
     API. vLLM has all three, in the same order.

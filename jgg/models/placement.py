@@ -29,7 +29,7 @@ def checked_sharding(sharding: MoESharding | None) -> MoESharding | None:
 
 
 def spec_of(path: tuple[str, ...], shape: tuple[int, ...], sharding: MoESharding) -> P:
-    """The PartitionSpec of a parameter of one layer, or of one beside the layers.
+    """The PartitionSpec of a parameter of one layer, or of a parameter outside the layers.
 
     Experts are split as `jgg.nnx.MoE` splits them. With an fsdp axis, all else is split over the devices along it and
     along the expert axis, whose sequences differ; where these divide no axis of a matrix, over those along fsdp alone.
@@ -48,7 +48,7 @@ def spec_of(path: tuple[str, ...], shape: tuple[int, ...], sharding: MoESharding
 
 
 def gathers(sharding: MoESharding | None) -> bool:
-    """Whether devices store parts of the matrices beside the experts, and gather them."""
+    """Whether devices store parts of the matrices outside the experts, and gather them."""
     return sharding is not None and sharding.fsdp is not None and sharding.size(sharding.fsdp, sharding.expert) > 1
 
 
@@ -67,7 +67,7 @@ def put(array: np.typing.ArrayLike, place: jax.NamedSharding) -> jax.Array:
 
 
 def on_host(array: jax.Array) -> np.ndarray:
-    """A whole array, of which other processes may have parts: all processes must call this together."""
+    """A whole array; other processes may hold parts of it, so all processes must call this together."""
     if array.is_fully_addressable:
         return np.asarray(array)
     return np.asarray(multihost_utils.process_allgather(array, tiled=True))
@@ -99,7 +99,7 @@ def split_init(
 
 
 def gathered[State](state: State, sharding: MoESharding | None, dtype: DTypeLike) -> State:
-    """The parameters of one layer, those that are split gathered, except for the experts'.
+    """The parameters of one layer, with all split ones gathered except for the experts'.
 
     Matrices are rounded to `dtype` before, which all products but the router's are computed in.
     """
@@ -130,7 +130,7 @@ def check_batch(tokens: jax.Array, sharding: MoESharding | None) -> None:
 
 
 def _dense_axes(sharding: MoESharding) -> tuple[tuple[str, ...], ...]:
-    """The mesh axes over which matrices beside the experts may be split, the first choice first."""
+    """The mesh axes that matrices outside the experts may be split over, the first choice first."""
     if sharding.fsdp is None:
         return ()
     alone = (sharding.fsdp,)
@@ -138,7 +138,7 @@ def _dense_axes(sharding: MoESharding) -> tuple[tuple[str, ...], ...]:
 
 
 def _gather(array: jax.Array, stored: jax.NamedSharding) -> jax.Array:
-    """The array whole on each device; its gradient is summed there, and then split as it is."""
+    """The array, whole on each device; its gradient is summed there, and then split like `stored`."""
     array = jax.lax.with_sharding_constraint(array, stored)
     return jax.lax.with_sharding_constraint(array, jax.NamedSharding(stored.mesh, P()))
 

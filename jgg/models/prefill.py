@@ -15,7 +15,7 @@ from jgg.models.stacks import State
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What the program is compiled for, beside shapes.
+    """What the program is compiled for, in addition to shapes.
 
     Attributes:
       most: N, the most new tokens of a row.
@@ -96,7 +96,7 @@ def _run_chunk(
 
 
 def _repeated(array: jax.Array, times: int) -> jax.Array:
-    """An array [layers, B, ...] with each sequence so many times, [layers, B * times, ...]."""
+    """An array [layers, B, ...] with each sequence repeated, [layers, B * times, ...]."""
     return array if times == 1 else jnp.repeat(array, times, axis=1)
 
 

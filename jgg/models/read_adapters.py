@@ -1,4 +1,4 @@
-"""Reads a LoRA adapter of PEFT's format as terms beside the matrices of a whole model, and the options they need."""
+"""Reads a LoRA adapter in PEFT's format: the terms that a whole model's matrices get, and the options they need."""
 
 from pathlib import Path
 
@@ -19,9 +19,9 @@ Found = list[tuple[Matrix, dict[int, LowRank]]]
 
 
 def read_terms(model: Decoder, folder: Path) -> Found:
-    """Reads an adapter's terms beside the matrices of a model, which may be from `nnx.eval_shape`.
+    """Reads an adapter's terms for the matrices of a model, which may be from `nnx.eval_shape`.
 
-    The settings say which matrices have one, as in PEFT. Names that the model has not are passed over.
+    As in PEFT, the settings say which matrices have a term. Names that the model lacks are ignored.
 
     Raises: FileNotFoundError, ValueError, TypeError: as `jgg.models.load_adapter`.
     """
@@ -35,7 +35,7 @@ def read_terms(model: Decoder, folder: Path) -> Found:
 def lora_of(found: Found) -> Lora:
     """The options of the adapters of a model that has room for all of the terms.
 
-    A target's rank is the largest of its terms, its scale that of the first.
+    A target's rank is the largest rank of its terms, and its scale is the first term's.
     """
     by_target: dict[str, list[LowRank]] = {}
     for matrix, own in found:
@@ -129,7 +129,7 @@ class _Reader:
 
 
 def _joined(parts: list[LowRank | None], width: int) -> LowRank:
-    """One term beside a matrix of modules side by side; where all of them have the same a, its a is theirs."""
+    """One term for a matrix that joins several modules; if they all have the same a, the term has it too."""
     first = parts[0]
     if first is not None and all(
         part is not None and part.scale == first.scale and np.array_equal(part.a, first.a) for part in parts

@@ -113,7 +113,7 @@ def asked(
 
 
 def bound(new_tokens: int) -> int:
-    """The least bound of so many new tokens: a multiple of a power of two, by which it is hardly more."""
+    """The least bound for this many new tokens: hardly more, and a multiple of a power of two."""
     step = max(_LEAST_BOUND, 2 ** (new_tokens - 1).bit_length() // (2 * _BOUNDS))
     return -(-new_tokens // step) * step
 
@@ -226,7 +226,7 @@ def _key(key: Any) -> jax.Array:
 
 
 def _stops(stop_tokens: Iterable[int | Sequence[int]], vocabulary: int) -> jax.Array:
-    """The sequences of tokens that end a row, int32 [sequences, W], with -1 before those that are not the longest."""
+    """The sequences of tokens that end a row, int32 [sequences, W]; shorter ones have -1 in front."""
     expected = "a collection of ints, or of sequences of them"
     try:
         given = list(stop_tokens)

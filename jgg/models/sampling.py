@@ -24,8 +24,7 @@ class Sampling(NamedTuple):
     Attributes:
       temperatures: float32 [R], what logits are divided by; 0 takes the likeliest token.
       keys: random keys [R].
-      top_k: int32 [R], draws among so many of the likeliest tokens, and those that are as likely as the last of them;
-        None for all.
+      top_k: int32 [R], samples only from the k likeliest tokens, ties included; None for all.
       top_p: float32 [R], draws among the likeliest of them that together have this part of their probability; None for
         all.
       min_p: float32 [R], draws among those that have at least this part of the likeliest one's probability; None for

@@ -1,4 +1,4 @@
-"""`SandwichLayer`: a layer with norms around each of its parts, and a dense MLP beside the experts, as in Gemma 4."""
+"""`SandwichLayer`: a layer with norms around each of its parts and a dense MLP alongside the experts, as in Gemma 4."""
 
 from typing import ClassVar, NamedTuple
 

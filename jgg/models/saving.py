@@ -111,7 +111,7 @@ def _write_folder(model: Decoder, config: dict[str, Any], folder: Path, limit: i
 
 
 def _config(model: Decoder) -> dict[str, object]:
-    """The content of config.json: that of the model's config, with its dtype, and with the format of its experts.
+    """The content of config.json: the model's config, with its dtype and the format of its experts.
 
     Raises: ValueError: the experts are quantized, but neither in blocks of FP8 nor as their folder in MXFP4.
     """

@@ -21,7 +21,7 @@ def map_sequences[Result](
     Args:
       whole: a pytree of arrays that every device has whole, such as parameters. Their gradients are summed.
       arrays: pytrees. Of the first leaf's B sequences each device gets its own; leaves whose first axis is shorter are
-        the same for all. Leaves that are no arrays stay as they are.
+        the same for all. Leaves that are not arrays pass through unchanged.
 
     Returns: the function's arrays [B, ...].
     """

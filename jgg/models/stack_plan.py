@@ -16,9 +16,9 @@ class StackPlan:
     Attributes:
       name: the attribute of a `Decoder` that has them.
       numbers: the layers' numbers, in order.
-      mixers: of each of them, what mixes the tokens of a sequence. They differ at most in window and rotary embedding,
-        of which there are at most two: that of layers with a window, and that of layers without.
-      is_dense: whether they have an MLP in the place of experts.
+      mixers: of each of them, what mixes the tokens of a sequence. They differ at most in window and rotary embedding.
+        There are at most two kinds: with a window, and without.
+      is_dense: whether they have an MLP instead of experts.
     """
 
     name: str

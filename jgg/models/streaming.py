@@ -19,8 +19,7 @@ from jgg.models.rollouts import Generated
 class Stream(Iterator[np.ndarray]):
     """New tokens as they come, int32 [R, n] each time, of R = B * num_samples rows; `jgg.models.stream` makes it.
 
-    A row that has ended repeats its last token, as those of `generate` do. The model must stay as it is until the
-    stream has ended.
+    A row that has ended repeats its last token, as in `generate`. Do not change the model before the stream has ended.
 
     Attributes:
       tokens: int32 [R, N], the new tokens so far.
@@ -81,7 +80,7 @@ class Stream(Iterator[np.ndarray]):
 
 
 def result_of(state: State, asked: Asked, new_tokens: int) -> jax.Array | Generated:
-    """What `generate` returns of a state with so many new tokens."""
+    """What `generate` returns for a state with this many new tokens."""
     rows, record = asked.rows, state.record
     if record is None:
         return state.tokens[:rows, :new_tokens]

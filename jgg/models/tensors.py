@@ -14,7 +14,7 @@ from jgg.models.decoder import Decoder
 from jgg.models.layer import Layer
 from jgg.models.stack_plan import StackPlan
 
-# the matrices beside the mixer's that may have adapters, by their names in lora_targets
+# the matrices outside the mixer that may have adapters, by their names in lora_targets
 _MATRICES = {name: f"mlp.{name.replace('_dense', '')}" for name in OF_DENSE}
 _MATRICES |= {name: f"moe.{name}" for name in (*OF_MOE, *OF_EXPERTS)}
 
@@ -33,7 +33,7 @@ class Stack(NamedTuple):
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """The tensors of the variables beside the experts', in the family's order."""
+        """The tensors of all variables but the experts', in the family's order."""
         variables = self.variables
         return {name: tensor for name, tensor in self.family.layer.items() if name in variables}
 
@@ -105,7 +105,7 @@ def module_of(module: nnx.Module, path: Iterable[object]) -> nnx.Module:
 
 
 def ends(model: Decoder, names: Container[str] = ()) -> Iterator[tuple[str, Tensor]]:
-    """Yields the parameters beside the layers and the tensors that hold them, in a folder with these names.
+    """Yields the parameters outside the layers and the tensors that hold them, in a folder with these names.
 
     If the head is tied to the embedding, a folder may have only the head.
     """

@@ -26,11 +26,11 @@ def stream_text(
     of all tokens at once, and does not depend on the stream's chunks.
 
     Args:
-      stream: of R rows, of which no token has come yet.
+      stream: a stream of R rows that has not yielded a token yet.
       decoders: for each row, a function from its new tokens to the text that they add, such as
-        `functools.partial(jgg.data.continuation, tokenizer, prompt)`. The text of more tokens must begin with that of
-        fewer, except for U+FFFD at its end, which stands for a character that is not complete. A text with an attribute
-        `settled`, as `continuation` returns, need only keep that many of its first characters.
+        `functools.partial(jgg.data.continuation, tokenizer, prompt)`. The text of more tokens must begin with the
+        text of fewer, except for U+FFFD at the end, which stands for an incomplete character. A text with an attribute
+        `settled`, such as `continuation` returns, need only keep that many of its first characters.
       stop: strings that end a row, and are left out of its text; not empty.
       stop_tokens: tokens that end a row of the stream and are left out of its text.
 
@@ -67,7 +67,7 @@ def _pieces(
 
 
 class Cut(NamedTuple):
-    """A text as far as it is certain, and whether a stop string has ended it."""
+    """The part of a text that is certain, and whether a stop string has ended it."""
 
     text: str
     is_stopped: bool

@@ -46,7 +46,7 @@ def _as_numpy(name: str, value: ArrayLike) -> np.ndarray | jax.Array:
 
 
 def as_tokens(name: str, value: ArrayLike, vocabulary: int) -> jax.Array:
-    """Ids of a vocabulary of so many tokens as an int32 array [B, S].
+    """Ids of a vocabulary of this many tokens as an int32 array [B, S].
 
     Raises: TypeError, ValueError: as `as_integers`; or, unless it is traced, a number is no id.
     """
@@ -77,7 +77,7 @@ def as_weights(name: str, value: ArrayLike | None, tokens: jax.Array) -> jax.Arr
 
 
 def check_ids(name: str, ids: np.ndarray, vocabulary: int, is_read: np.ndarray | bool = True) -> None:
-    """Raises ValueError unless the ids [B, S], as far as they are read, are from 0 to the vocabulary's last."""
+    """Raises ValueError unless all ids [B, S] that are read are from 0 to the vocabulary's last."""
     is_wrong = ((ids < 0) | (ids >= vocabulary)) & is_read
     expected = f"ids from 0 to {vocabulary - 1}, the last of the model's vocabulary"
     check(not is_wrong.any(), f"{name} must be {expected}, got {_first(ids, is_wrong)}.")

@@ -37,12 +37,12 @@ def orthogonalize(
 
     **standard** computes `x = (a I + b x x^T + c (x x^T)^2) x` in each iteration. **gram** multiplies the polynomials
     of the small matrix `R = x x^T`, and x by their product. With N rows of K numbers, K > N, five iterations are
-    `14 N^3 + 6 N^2 K` multiplications and additions in the place of `5 N^3 + 15 N^2 K`, where all products but those
-    with x are symmetric and half computed; with "polar_express", `11 N^3 + 9 N^2 K`. Rounding gives R negative
-    eigenvalues, of the dtype's precision, which each iteration makes larger. So after three iterations, or two where
-    they are as steep as the first of "polar_express", x is multiplied, and R computed anew. In float16 "gram" is then
-    about as exact as "standard". In bfloat16 it can be off by as much as the result is large, and is refused. In
-    float32 it is right in any case.
+    `14 N^3 + 6 N^2 K` multiplications and additions instead of `5 N^3 + 15 N^2 K`, as all products except those with x
+    are symmetric and only half of each is computed; with "polar_express", `11 N^3 + 9 N^2 K`. Rounding gives R negative
+    eigenvalues the size of the dtype's precision, and each iteration makes them larger. So x is multiplied and R is
+    recomputed after three iterations, or after two where they are as steep as the first of "polar_express". In float16
+    "gram" is then about as exact as "standard". In bfloat16 its error can be as large as the result, so it is refused.
+    In float32 it is always accurate.
 
     float16 has eight times bfloat16's precision, at the same speed on tensor cores; its range is no matter here, as
     matrices are scaled first.
@@ -122,7 +122,7 @@ def iterate(
     implementation: str | None,
     dtype: DTypeLike | None = None,
 ) -> jax.Array:
-    """The iterations, on matrices [..., N, K] that `scaled` returned; the result has `dtype`, or that of x."""
+    """The iterations, on matrices [..., N, K] that `scaled` returned; the result has `dtype`, or the dtype of x."""
     rows, columns = x.shape[-2:]
     if x.size == 0:
         return x if dtype is None else x.astype(dtype)
@@ -149,7 +149,7 @@ def iterate(
 
 
 def _polynomial(gram: jax.Array, coefficients: Coefficients, symmetric: Callable[..., jax.Array]) -> jax.Array:
-    """The matrix that a few iterations multiply x with, of which `gram` is the Gram matrix R.
+    """The matrix that a few iterations multiply x with; `gram` is the Gram matrix R of x.
 
     An iteration multiplies x with a I + z, where z = b R + c R^2, so that R becomes (a I + z) R (a I + z). z is rounded
     without a I, which is larger, wherever the errors grow in later iterations.
@@ -162,7 +162,7 @@ def _polynomial(gram: jax.Array, coefficients: Coefficients, symmetric: Callable
             gram = symmetric(gram, z, add=gram, add_scale=own_a)
         factors.append((own_a, z))
     q = symmetric(gram, scale=c, add=gram, add_scale=b, diagonal=a)
-    # z on the left: of z @ q, the part that is computed and mirrored had half the error of that of q @ z
+    # z on the left: the part that is computed and mirrored had half the error in z @ q that it had in q @ z
     for own_a, z in reversed(factors):
         q = symmetric(z, q, add=q, add_scale=own_a)
     return q

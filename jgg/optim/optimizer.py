@@ -82,7 +82,7 @@ def muon(
       eps: is added to the norm of each matrix; also the eps of AdamW.
       weight_decay, weight_decay_mask: the weight decay of matrices, as in `optax.adamw`.
       mu_dtype: dtype of the momentum, also of AdamW's first moment; by default the parameters' dtype.
-      nesterov: whether the momentum is Nesterov's, also that of AdamW.
+      nesterov: whether to use Nesterov momentum, in AdamW too.
       adaptive: whether a matrix's update is multiplied by its inner product with the momentum. Each matrix of a stack
         has its own factor; `optax.contrib.muon` has one for the whole parameter.
       adam_b1, adam_b2, adam_eps_root, adam_weight_decay, adam_learning_rate: arguments of AdamW, which trains the other
@@ -199,8 +199,8 @@ def _updated(
 ) -> tuple[jax.Array, jax.Array]:
     """The update of a parameter and its new mean of gradients.
 
-    The one array of the parameter's size that is computed beside these holds the matrices in 16 bits, first as
-    `scaled`, then orthogonal.
+    Only one other array of the parameter's size is computed. It holds the matrices in 16 bits, first as `scaled`, then
+    orthogonal.
     """
     axes = matrix_axes(gradient.shape, numbers)
     beta, g = jnp.asarray(options.beta, jnp.float32), gradient.astype(jnp.float32)

@@ -25,7 +25,7 @@ def matrices(params: optax.Params) -> optax.Params:
       params: a pytree of arrays, in which dicts, `nnx.State` among them, have the names.
 
     Returns:
-      The same pytree with `MuonDimensionNumbers(-2, -1)` in the place of matrices, and None in that of others.
+      The same pytree with `MuonDimensionNumbers(-2, -1)` for each matrix and None for every other array.
     """
 
     def numbers(path: tuple[Any, ...], array: jax.Array) -> MuonDimensionNumbers | None:

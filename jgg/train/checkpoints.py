@@ -47,7 +47,7 @@ class FrozenWeights:
         self._digests: dict[str, int] = {}
 
     def digests_in(self, arrays: Arrays) -> dict[str, int]:
-        """The digests of those that are the same arrays still."""
+        """The digests of the arrays that are still the same."""
         same = [name for name, own in self._arrays.items() if name in arrays and own() is arrays[name]]
         self._digests |= digests_of({name: arrays[name] for name in same if name not in self._digests})
         return {name: self._digests[name] for name in same}

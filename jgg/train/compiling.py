@@ -10,7 +10,7 @@ _OPTIONS = {"xla_gpu_enable_dus_accumulator_zero_init_elimination": True}
 
 # O1 moves a gather of weights into the iteration of the loop before the one that needs them, and a reduce-scatter of
 # gradients into the one after: https://openxla.org/xla/effort_levels. By itself the scheduler would then let one
-# collective run at a time, beside the last few kernels of an iteration, however many bytes it moves. Only for steps
+# collective run at a time, during the last few kernels of an iteration, however many bytes it moves. Only for steps
 # that gather weights: with an expert axis alone, XLA of JAX 0.11.2 makes an order at O1 that its own check refuses.
 _OF_GATHERS = {
     "optimization_level": "O1",
@@ -23,13 +23,13 @@ def compiler_options(num_devices: int = 1) -> dict[str, object]:
     """Returns options of XLA that make a step of training faster, for `jax.jit`; none where there is no GPU.
 
     `jax.lax.scan` over layers keeps values for the backward pass in stacks, and XLA fills these with zeros first: 12
-    GiB in a step of Qwen3-30B-A3B with LoRA and 2 x 4096 tokens. With these options it only allocates those of which it
-    finds that the loop writes every element before it reads one, so that results stay the same.
+    GiB in a step of Qwen3-30B-A3B with LoRA and 2 x 4096 tokens. With these options XLA skips the zeros where it can
+    tell that the loop writes every element before reading any, so results stay the same.
 
-    Where devices gather weights, as along the fsdp axis of a `jgg.sharding.MoESharding`, collectives run beside
-    computations: the weights of the next layer of a scan are gathered while a layer is computed, in the forward and in
-    the backward pass, and gradients are sent while the next layer's are computed. This takes the memory of two more
-    layers' weights.
+    Where devices gather weights, as along the fsdp axis of a `jgg.sharding.MoESharding`, collectives overlap with
+    compute: the weights of a scan's next layer are gathered while a layer is computed, in both the forward and the
+    backward pass, and gradients are sent while the next layer's are computed. This takes memory for the weights of two
+    more layers.
 
     `jgg.train.Trainer` uses them. In a loop of your own:
 

@@ -23,10 +23,9 @@ _OWN = "process "  # that jgg's begins with
 def folder_lock(folder: Path) -> Iterator[str | None]:
     """Holds a folder for this run; yields why it cannot, such as "process 7 on a since noon uses it", or None.
 
-    The lock is of the open file .lock in the folder, so that it ends with the process, however that ends. Of several
-    connected processes the first has it. Where files cannot be locked, as on some network file systems, it warns once
-    and goes on without a lock. A .lock that is a link or has other content stays
-    as it is.
+    The lock is on the open file .lock in the folder, so it ends with the process, however the process ends. If several
+    processes are connected, the first one holds it. Where files cannot be locked, as on some network file systems, it
+    warns once and goes on without a lock. A .lock that is a link or has other content is left unchanged.
     """
     with contextlib.ExitStack() as stack:
         other = None

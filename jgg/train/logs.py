@@ -23,9 +23,9 @@ class Log:
             for record in trainer.fit(batch_of, steps):
                 log.write(record.step, {"loss": record.metrics["loss"].mean()})
 
-    A run that resumes from a checkpoint continues the file. Of the lines that were written before it was stopped, those
-    of the first step that it writes, and of later steps, are removed. So a new run replaces the whole file. A file that
-    is there and is no log, such as data, stays as it is.
+    A run that resumes from a checkpoint continues the file. It first removes the lines of its first step and of all
+    later steps, which an earlier run may have written. So a new run replaces the whole file. An existing file that is
+    not a log, such as data, is left unchanged.
 
     Args:
       path: the file, in a folder that exists.

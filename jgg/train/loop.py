@@ -78,10 +78,10 @@ class Trainer[Model: nnx.Module, Metrics]:
       wrt: type of the variables that are trained, such as `nnx.LoRAParam` for adapters alone.
       accumulate: whether the arrays of a batch have a further first axis, of parts that are computed one after the
         other to take less memory: the step's loss, gradient and metrics are then the means over the parts.
-      lengths_of: lengths_of(batch) -> integer array, the lengths of the sequences in a batch, by which the speed is
-        measured. Without it, a Speed has the time alone.
-      batch_sharding: how devices split each array of a batch. The batches are whole then, of NumPy arrays and the same
-        in all processes, and each device gets its part. By default batches are taken as they are.
+      lengths_of: lengths_of(batch) -> integer array, the lengths of the sequences in a batch, for measuring the
+        speed. Without it, a Speed has only the time.
+      batch_sharding: how devices split each array of a batch. Batches must then be whole NumPy arrays, the same in all
+        processes, and each device gets its part. By default batches are used unchanged.
 
     Attributes:
       model: the module that was given, with what it has learned so far. Another one takes its place if you set it.
@@ -116,7 +116,7 @@ class Trainer[Model: nnx.Module, Metrics]:
         self._trained = _types_of(params)
         self._weights = FrozenWeights(named_in(nnx.filter_state(state, nnx.All((nnx.Param, Frozen), nnx.Not(wrt)))))
         self._opt_state = self._first_opt_state()
-        self._form: tuple[object, ...] | None = None  # that of the model for which the step is compiled
+        self._form: tuple[object, ...] | None = None  # the form of the model that the step is compiled for
         self._changed: Collection[Path] = ()
         self._done: tuple[object, int] | None = None  # a folder of checkpoints, and the step after which the state is
 
@@ -159,7 +159,7 @@ class Trainer[Model: nnx.Module, Metrics]:
           checkpoints: a folder that no other run uses. Training resumes from the last checkpoint there, and saves
             others, with all variables of the model and the state of the optimizer. Frozen `nnx.Param` and
             `jgg.nnx.Frozen` variables are only compared by a digest, unless they were set after the Trainer was made.
-            A Trainer that made the last checkpoint itself continues from its model as it is.
+            A Trainer that made the last checkpoint itself continues from its current model.
           save_every: steps between two checkpoints; the last step is saved too.
 
         Raises:
@@ -245,7 +245,7 @@ class Trainer[Model: nnx.Module, Metrics]:
         return named_in(nnx.state(self.model)) | named(self._opt_state, _OPTIMIZER)
 
     def _first_opt_state(self) -> optax.OptState:
-        """The optimizer's state for the model as it is, placed as the parameters are, of arrays that only it has."""
+        """The optimizer's state for the current model, placed like the parameters, in arrays of its own."""
 
         def placed(leaf: jax.Array) -> jax.Array:
             where = self._everywhere

@@ -20,7 +20,7 @@ type Batch = Mapping[str, jax.Array | np.ndarray]
 def balance_weight(config: ModelConfig) -> float:
     """The weight of the routers' balancing loss: `router_aux_loss_coef` in config.json, or in its "text_config".
 
-    The loss of transformers is top-k times that of jgg, so the weight is the coefficient times top-k.
+    The loss in transformers is top-k times jgg's, so the weight is the coefficient times top-k.
 
     Raises: ValueError: the coefficient is neither null nor a number of at least 0.
     """
@@ -77,7 +77,7 @@ def held_out_loss(
     Args:
       model: the model. A program that measures it again, with batches of the same shapes, compiles nothing.
       batches: as `next_token_loss` takes them, of NumPy arrays that each process has whole; they may have further first
-        axes, such as that of parts. The weights of different batches must be comparable, as those of
+        axes, such as an axis of parts. The weights of different batches must be comparable, as those of
         `jgg.data.batches(..., seed=None, normalize=False)` are.
       packed: as in `next_token_loss`.
       batch_sharding: how devices split arrays [B, S] if the model has a sharding.

@@ -60,7 +60,7 @@ class Meter:
         self.restart()
 
     def restart(self) -> None:
-        """Begins anew."""
+        """Starts over."""
         self.tokens, self.flops, self.start = 0, 0.0, time.perf_counter()
 
     @contextlib.contextmanager

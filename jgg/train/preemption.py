@@ -1,4 +1,4 @@
-"""Notices SIGTERM, by which schedulers and clouds announce that they take a machine back, so that a run can stop."""
+"""Notices SIGTERM, which schedulers and clouds send before they take a machine back, so that a run can stop."""
 
 import contextlib
 import signal
@@ -28,12 +28,12 @@ class Preempted(RuntimeError):
 
 @contextlib.contextmanager
 def stop_notices(is_resumable: bool) -> Iterator[Callable[[int], bool]]:
-    """Yields a function that is asked after each step, by its number, whether the run stops after it.
+    """Yields a function to call with each finished step's number; it tells whether the run stops after that step.
 
     Where JAX has connected several processes, it notices SIGTERM in any of them, and they agree on the step. In a
-    process alone, this context handles SIGTERM in the place of an earlier handler, which it puts back. A signal that
-    does not end in Preempted goes to that handler then; only after the last step it does not end the process. SIGTERM
-    keeps its meaning where it is ignored, in other threads than the main one, and for runs that are not resumable.
+    single process, this context replaces an earlier SIGTERM handler and restores it at the end. A signal that does not
+    end in Preempted then goes to that handler; only after the last step does it not end the process. SIGTERM keeps its
+    meaning where it is ignored, in threads other than the main one, and for runs that are not resumable.
     """
     if is_resumable and jax.distributed.is_initialized():
         yield ocp.utils.reached_preemption

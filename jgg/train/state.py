@@ -109,7 +109,7 @@ def place(
     Args:
       state: of a model, whose variables are changed.
       places: shardings, as this function returned them.
-      default: that of values on one device, where others are on several.
+      default: the sharding for values on one device, where others are on several.
     """
 
     def settled(value: object, sharding: jax.sharding.Sharding | None) -> jax.Array:

@@ -1,1 +1,1 @@
-"""The operations that models need beside grouped GEMM: attention, the delta rule, norms, rotations, losses."""
+"""The operations that models need in addition to grouped GEMM: attention, the delta rule, norms, rotations, losses."""

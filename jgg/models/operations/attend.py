@@ -47,7 +47,7 @@ class AttendedTokens(NamedTuple):
 
 
 def takes_heads_of(features: int, dtype: DTypeLike) -> bool:
-    """Whether kernels take heads of so many features; plain JAX takes others."""
+    """Whether kernels take heads with this many features; other heads go to plain JAX."""
     return block_features(features) * jnp.dtype(dtype).itemsize <= _LARGEST_HEAD
 
 

@@ -50,7 +50,7 @@ def _launch(launcher: Launcher, operands: AttendLatents, scale: float, rank: int
     (batch, heads, features), capacity, dtype = operands.q.shape, operands.latents.shape[2], operands.q.dtype
     block_rank, block_rest = block_features(rank), block_features(features - rank)
     row_bytes = (block_rank + block_rest) * dtype.itemsize
-    room = launcher.target.shared_memory // row_bytes - 2 * _BLOCK_KEYS  # heads of a tile beside two steps of keys
+    room = launcher.target.shared_memory // row_bytes - 2 * _BLOCK_KEYS  # a tile's heads, next to two steps of keys
     if block_rank * dtype.itemsize > _LARGEST or room < 16 or scale <= 0:
         return _plain(operands, scale, rank)
     block_heads = max(16, min(_MOST_HEADS, power_of_2(heads), power_of_2(room + 1) // 2))

@@ -155,5 +155,5 @@ ATTEND_ONE: Operation[Attended] = Operation(
     launch=_launch,
     vmap="several",
 )
-"""Attended; the parameters are the factor of the logits, how many of the last tokens are seen, None for all, and the
-size of the chunks of which a token sees its own, None for one. A layer has either."""
+"""Attended; the parameters are the factor of the logits, how many of the last tokens are seen (None for all), and the
+chunk size where a token sees only its own chunk (None for a single chunk). A layer has at most one of the two."""

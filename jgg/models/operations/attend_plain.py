@@ -99,7 +99,7 @@ def attend_in_blocks(
 
 
 def block_size(rows: int, length: int, keys: int) -> int | None:
-    """The queries of a block, for so many queries of one position, positions and keys; None for all."""
+    """How many positions' queries a block has, for `rows` queries per position; None for all."""
     if any(map(jax.export.is_symbolic_dim, (rows, length, keys))) or rows * length * keys <= _MOST_LOGITS:
         return None
     size = max(_LEAST_QUERIES, _MOST_LOGITS // (rows * keys))

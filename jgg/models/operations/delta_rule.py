@@ -72,7 +72,7 @@ class Sizes(NamedTuple):
 
     @property
     def chunks(self) -> int:
-        """The chunks of a row, the last of which may have fewer tokens."""
+        """The number of chunks of a row; the last may have fewer tokens."""
         return math.ceil(self.length / CHUNK)
 
     @property
@@ -187,5 +187,5 @@ DELTA_RULE: Operation[Written] = Operation(
     launch=_launch,
     mesh="rows",
 )
-"""Written; the parameters are `keeps`, whether states are kept, `scale`, the factor of the results, and `epsilon`, what
-is added to the sums of squares by which q and k are normalized."""
+"""Written; the parameters are `keeps`, whether states are kept, `scale`, the factor of the results, and `epsilon`,
+which is added to the sums of squares when q and k are normalized."""

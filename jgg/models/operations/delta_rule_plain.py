@@ -1,6 +1,6 @@
 """The gated delta rule in chunks of tokens, in plain JAX that can be differentiated; float32 inside.
 
-A head has a state S [K, V], of which each token t first forgets a share, and then corrects what its key k_t recalls:
+A head has a state S [K, V]. Each token t first forgets a share of it, and then corrects what its key k_t recalls:
 
     S_t = exp(g_t) S_(t-1) + beta_t k_t (v_t - exp(g_t) k_t^T S_(t-1))^T,    y_t = scale q_t^T S_t
 

@@ -105,7 +105,7 @@ LOSSES: Operation[Losses] = Operation(
     vmap="rows",
     mesh="rows",
 )
-"""Losses of targets; the parameters are those of `final_logits`, of which `softcap` may be left out.
+"""Losses of targets; the parameters are the same as for `final_logits`, and `softcap` is optional.
 
 A kernel gives a row the same bits whatever the other rows are, and whether logits are scaled before or here.
 """

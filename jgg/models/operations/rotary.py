@@ -15,7 +15,7 @@ _BLOCK = 1024  # pairs of a program: a thread has eight of each array
 
 
 class Rotary(NamedTuple):
-    """Queries and keys, and the angles by which their heads are rotated.
+    """Queries and keys, and the angles for rotating their heads.
 
     Attributes:
       q, k: [T, heads * D] and [T, kv heads * D], in one dtype.
