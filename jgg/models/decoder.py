@@ -35,7 +35,7 @@ Caches = tuple[object, ...]  # of each stack of the plan, in the form that its m
 class Decoder(nnx.Module):
     """A decoder-only language model with mixtures of experts, as a checkpoint's config.json describes it.
 
-    The parameters of layers that are alike are stacked, with the layer as their first axis, and the layers run in a
+    The parameters of layers with the same shapes are stacked along a first axis, and the layers run in a
     `jax.lax.scan`, so that a deep model compiles as quickly as a shallow one.
 
     Attributes:
@@ -48,41 +48,41 @@ class Decoder(nnx.Module):
         `layers_3`. Gemma 4's layers have `mlp` alongside `moe`, and more norms.
       dense_layers: the layers without experts, which have `mlp` instead of `moe`, or None.
       norm: nnx.Param [H], of the last RMS norm.
-      w_head: nnx.Param [H, V]; there is none if the embedding takes its place.
+      w_head: nnx.Param [H, V]; missing if the model uses its embedding instead.
 
     Args:
       config: what to build, from `jgg.models.model_config`.
       dtype: dtype of the computation: float32, bfloat16 or float16. Norms and routers compute in float32.
-      param_dtype: dtype of the parameters, one of the same.
-      remat: which results of the forward pass stay in memory until the backward pass, which computes all others again.
-        "none": nothing is computed again. "names": each layer keeps x and the pre-activation of its experts, the
-        router's choice, and the sum of x and attention. "attention": of these all but x, which is computed again from
-        the sum, and also the products that give queries, keys and values, and what attention gives before its last
-        product, with a float32 for each head of a token, so that a GPU need not attend again; of recurrent layers, what
-        their rule gives, and the states before its chunks. "all": each layer keeps
-        only the x that it is called with.
-      unroll: how many layers an iteration of the scan computes, as in `jax.lax.scan`: with more, the model takes longer
-        to compile and may run faster.
+      param_dtype: dtype of the parameters, one of these three.
+      remat: which results of the forward pass stay in memory for the backward pass, which recomputes the others.
+        "none": all stay. "names": each layer keeps x, the pre-activation of its experts, the router's choice, and the
+        sum of x and attention. "attention": the same without x, which is recomputed from the sum, plus the products
+        that give queries, keys and values, the output of attention before its last product, and one float32 per head
+        and token, so that a GPU need not attend again. Recurrent layers keep the output of their rule and the states
+        before its chunks. "all": each layer keeps only its input x.
+      unroll: how many layers one iteration of the scan computes, as in `jax.lax.scan`. With more, the model takes
+        longer to compile and may run faster.
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8.
-      lora_rank, lora_alpha: as in `jgg.nnx.MoE`; a tuple has one number for each of lora_targets.
+      lora_rank, lora_alpha: as in `jgg.nnx.MoE`; a tuple has one number per entry of lora_targets.
       lora_targets: the matrices that have LoRA adapters, where the model has such matrices: "w_q", "w_k", "w_v", "w_o",
         "w_q_a", "w_q_b", "w_kv_a" and "w_kv_b" of latent attention, "w_qkvz", "w_qkv", "w_z" and "w_out" of recurrent
         layers, the experts' "w_gate_up" and "w_down", and "w_dense_gate_up" and "w_dense_down" of dense MLPs, which
         is the default; and "w_ba", "w_b" and "w_a" of recurrent layers, "w_shared_gate_up" and "w_shared_down" of
         shared experts, and "w_router". Matrices with adapters in layers with experts get no gradient.
-      lora_param_dtype: dtype of the adapters and of their gradients, one of the same. Products round them to `dtype`.
+      lora_param_dtype: dtype of the adapters and their gradients, one of these three. Products round them to `dtype`.
       implementation: of all products with matrices, as in `jgg.grouped_gemm`. By default, on a GPU, the kernels compute
-        the experts' products, and those of other matrices where a table of measurements says that they are faster than
-        XLA, and kernels compute norms and rotary embeddings. With a sharding XLA computes all but the experts, except
-        with batch_invariant.
-      batch_invariant: on a GPU, the bits of a token's result do not depend on the other tokens, their number, order or
-        padding: kernels with a fixed order of additions compute everything, with a sharding each device's own
-        sequences, whichever device that is. Gradients are no part of this. Without a GPU the option promises nothing.
-        Models with recurrent layers refuse it.
-      sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`,
-        sequences over `sharding.token_axes`. With an fsdp axis, all other matrices are stored split over it and the
-        expert axis, and each layer gathers its own, in the forward and again in the backward pass; they are replicated
-        along the other axes, also along tensor, which splits the experts alone. Parameters are created already split.
+        the experts' products, norms and rotary embeddings. They also compute products with other matrices where a table
+        of measurements shows that they beat XLA. With a sharding, XLA computes everything but the experts, unless
+        batch_invariant is set.
+      batch_invariant: on a GPU, a token's result has the same bits whatever other tokens are in the batch, and whatever
+        their number, order or padding. Kernels with a fixed order of additions then compute everything. With a
+        sharding, each device's sequences get the same bits on any device. Gradients are not covered. Without a GPU the
+        option promises nothing. Models with recurrent layers refuse it.
+      sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`, and
+        sequences over `sharding.token_axes`. With an fsdp axis, all other matrices are stored split over that axis and
+        the expert axis, and each layer gathers its own in the forward pass and again in the backward pass. They are
+        replicated along the other axes, including tensor, which splits only the experts. Parameters are created already
+        split.
       rngs: random number generators; the stream "params" is used.
     """
 
@@ -189,15 +189,15 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Returns the loss of each target, the negative logarithm of its probability, float32 [B, S].
 
-        The same as the cross entropy of `model(tokens, segments)` and the targets, but the logits never exist as a
-        whole, and the backward pass computes them again: with 151,936 words, 8,192 tokens' logits are 5 GB, and as much
-        again for their gradient. `loss` is their mean, and faster to differentiate. Sows what a call sows.
+        The same as the cross entropy of `model(tokens, segments)` and the targets, but the full logits never exist at
+        once, and the backward pass recomputes them: with a vocabulary of 151,936, the logits of 8,192 tokens take 5 GB,
+        and their gradient as much again. `loss` is the mean, and faster to differentiate. Sows what a call sows.
 
         Args:
-          tokens, segments, topk_indices, mask, adapters: as in a call. The mask leaves no target out.
-          targets: integer [B, S], from 0 to V - 1, the token that follows each of `tokens`. Other ids, also the -100 of
-            PyTorch, raise ValueError; in a traced program their losses are NaN. To leave targets out, give them any id,
-            and their losses the weight 0.
+          tokens, segments, topk_indices, mask, adapters: as in a call. The mask does not leave out targets.
+          targets: integer [B, S], from 0 to V - 1, the token that follows each of `tokens`. Other ids, including
+            PyTorch's -100, raise ValueError; in a traced program their losses are NaN. To leave targets out, give them
+            any id, and weight their losses with 0.
         """
         tokens, targets = self._tokens_and_targets(tokens, targets)
         x = self._features(tokens, segments, topk_indices, mask, adapters)
@@ -216,14 +216,14 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Returns the sum of the losses of the targets, each times its weight, float32 []; by default their mean.
 
-        The same as `(weights * losses).sum()` of `losses`, but faster where it is differentiated: the forward pass
-        computes the gradients with the losses, and so the logits once. Sows what a call sows.
+        The same as `(weights * losses).sum()` with `losses`, but faster to differentiate: the forward pass computes the
+        gradients along with the losses, so the logits are computed only once. Sows what a call sows.
 
         Args:
           tokens, targets, segments, topk_indices, mask, adapters: as in `losses`.
           weights: number or bool [B, S], by default 1 / (B S) for all; `learned / learned.sum()` gives the mean over
-            the targets where `learned` is 1. A target with the weight 0 has no part in the loss, in a traced program
-            whatever its id. The gradient of the weights is the losses; of a weight 0 whose loss is NaN, it is 0.
+            the targets where `learned` is 1. A target with the weight 0 does not count; in a traced program it may have
+            any id. The gradient of the weights is the losses, or 0 where the weight is 0 and the loss is NaN.
         """
         tokens, targets = self._tokens_and_targets(tokens, targets)
         weights = as_weights("weights", weights, tokens)
@@ -239,15 +239,15 @@ class Decoder(nnx.Module):
         mask: ArrayLike | None = None,
         adapters: bool = True,
     ) -> Scores:
-        """Returns the log-probabilities of targets, for an evaluation, and whether greedy decoding takes them.
+        """Returns the log-probabilities of targets, for evaluation, and whether greedy decoding picks them.
 
         As in `losses`, the logits of all tokens are never in memory together. Sows what a call sows. It has no
         gradients.
 
         Args:
-          tokens, segments, mask, adapters: as in a call. All targets are scored, also where the mask is False.
+          tokens, segments, mask, adapters: as in a call. All targets are scored, even where the mask is False.
           targets: integer [B, S] or [B, S, C], from 0 to V - 1: the token that may follow each token, or C
-            alternatives. So answers of one token each to the same question need only one row.
+            alternatives, so that one row scores several one-token answers to the same question.
 
         Returns: `jgg.models.Scores`, its arrays in the shape of the targets.
         """
@@ -264,10 +264,10 @@ class Decoder(nnx.Module):
         return Scores(*(each.reshape(shape) for each in scores))
 
     def max_logits(self, tokens: ArrayLike, segments: ArrayLike | None = None) -> dict[str, jax.Array]:
-        """Returns the largest logit of each head of attention, before the softmax, among all tokens.
+        """Returns each attention head's largest logit before the softmax, over all tokens.
 
-        It is float32 [layers, heads] of each stack of layers with attention, by the stack's name; `jgg.optim.qk_clip`
-        takes it. It costs a forward pass and one more product of queries and keys.
+        The result maps the name of each stack of layers with attention to float32 [layers, heads]; pass it to
+        `jgg.optim.qk_clip`. It costs a forward pass and one more product of queries and keys.
 
         Args:
           tokens, segments: as in a call.
@@ -415,7 +415,7 @@ class Decoder(nnx.Module):
         return gathered({name: getattr(self, name)[...]}, self.options.sharding, self.options.dtype)[name]
 
     def merge_adapters(self) -> None:
-        """Merges each LoRA adapter into its matrix, and sets its b to zero: the model stays the same, up to rounding.
+        """Merges each LoRA adapter into its matrix and sets b to zero. The model computes the same, up to rounding.
 
         Raises: TypeError: a matrix with an adapter is a QuantizedArray. Nothing is merged then.
         """

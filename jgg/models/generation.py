@@ -55,10 +55,10 @@ def generate(
 ) -> jax.Array | Generated:
     """Continues prompts.
 
-    Compiled once for the shapes of its arguments and a bound of max_new_tokens, which is rounded up to 16, 32, 48, ...,
-    512, 544, ...: 16 bounds between two powers of two. The loop over new tokens is part of a compiled program. If
-    devices split a model's sequences, the last prompt is repeated up to a multiple of their number, and its copies are
-    left out of the result.
+    Compiles once for the shapes of its arguments and a bound on max_new_tokens. The bound is max_new_tokens rounded up
+    to 16, 32, 48, ..., 512, 544, ...: 16 bounds between two powers of two. The loop over new tokens is part of the
+    compiled program. If devices split a model's sequences, the last prompt is repeated up to a multiple of
+    their number, and the copies are left out of the result.
 
     Examples:
       >>> import jgg.models
@@ -74,37 +74,37 @@ def generate(
 
     Args:
       model: the model.
-      tokens: integer [B, S], a prompt in each row, S at least 1. Rows of a list that are shorter are padded by the
-        caller, at their end, with any number.
-      max_new_tokens: N, how many tokens to add to each, at least 1.
-      lengths: integer [B], the lengths of the prompts, from 1 to S; what a row holds past its length is not read. None
-        if all have S tokens.
-      temperature: what logits are divided by before tokens are drawn, a number for all or numbers [B]; 0 takes the
-        likeliest token.
-      top_p: draws only among the likeliest tokens that together have at least this probability, of those that top_k
-        leaves; a number for all or numbers [B], 1 for all tokens.
+      tokens: integer [B, S], one prompt per row, S at least 1. Pad shorter prompts at the end, with any number.
+      max_new_tokens: N, how many tokens to add to each prompt, at least 1.
+      lengths: integer [B], the lengths of the prompts, from 1 to S; the rest of a row is not read. None if all prompts
+        have S tokens.
+      temperature: sampling temperature, a number for all prompts, or numbers [B]; 0 decodes greedily.
+      top_p: samples only from the likeliest tokens that together have at least this share of the probability that top_k
+        leaves; a number for all prompts, or numbers [B]; 1 keeps all tokens.
       top_k: samples only from the k likeliest tokens, ties included; an int for all prompts, or integers [B]. None
         keeps all tokens, and so does a k of at least the vocabulary's size.
-      min_p: draws only among tokens with at least this part of the likeliest token's probability; a number for all or
-        numbers [B], 0 for all tokens.
-      repetition_penalty: divides the logits above 0, and multiplies those below, of all tokens that the prompt or the
-        new tokens have; a number for all or numbers [B]. Penalties come before the temperature, also where that is 0.
-      presence_penalty: is subtracted from the logits of all new tokens; a number for all prompts, or numbers [B].
-      frequency_penalty: is subtracted from the logit of each new token once per occurrence; a number for all prompts,
+      min_p: samples only from tokens with at least this fraction of the likeliest token's probability; a number for all
+        prompts, or numbers [B]; 0 keeps all tokens.
+      repetition_penalty: penalizes tokens that already occur in the prompt or the new tokens: divides their logits
+        above 0 and multiplies those below; a number for all prompts, or numbers [B]. Penalties are applied before the
+        temperature, even if it is 0.
+      presence_penalty: is subtracted from the logits of tokens that occur in the new tokens; a number for all prompts,
         or numbers [B].
-      key: one random key for all prompts; this or seeds are needed unless all temperatures are 0.
-      seeds: integer [B], by default 0 to B - 1. What is drawn for a prompt depends on the key, its seed and the number
-        of the sample, not on its row or on the other prompts, as far as the logits do not.
-      num_samples: how many times to continue each prompt, which runs through the model once.
-      stop_tokens: tokens that end a row, and sequences of tokens that do; the row repeats its last token up to its N
-        tokens. Generation ends when all rows have. Numbers that are no ids of the model's vocabulary end nothing. A
-        sequence may not begin in the prompt.
+      frequency_penalty: is subtracted from a token's logit once per occurrence in the new tokens; a number for all
+        prompts, or numbers [B].
+      key: one random key for all prompts; required, unless seeds are given or all temperatures are 0.
+      seeds: integer [B], by default 0 to B - 1. A prompt's samples depend on the key, its seed and the sample's number.
+        They do not depend on its row or on other prompts, except where these change its logits.
+      num_samples: how many continuations to sample per prompt; the prompt runs through the model once.
+      stop_tokens: tokens, or sequences of tokens, that end a row; the row then repeats its last token up to its N
+        tokens. Generation ends when all rows have ended. Numbers outside the model's vocabulary have no effect. A
+        sequence that begins in the prompt does not count.
       details: whether to return a `Generated`.
-      prefill_chunk: how many tokens of each prompt run through the model at once, which takes less memory for long
+      prefill_chunk: how many tokens of each prompt run through the model at once; fewer take less memory for long
         prompts. None for all.
 
-    Returns: the new tokens, int32 [B * num_samples, N], the rows of a prompt side by side. A row goes on with -1 from
-      where the model's logits are NaN. With details a `Generated`, which has them as `tokens`.
+    Returns: the new tokens, int32 [B * num_samples, N], with the rows of a prompt next to each other. Once the model's
+      logits are NaN, the rest of a row is -1. With details, a `Generated` that has them as `tokens`.
 
     Raises:
       ValueError: a shape or a number is wrong, a prompt has an id that the model's vocabulary lacks, or key and seeds
@@ -150,9 +150,9 @@ def stream(
     details: bool = False,
     **options: Unpack[Options],
 ) -> Stream:
-    """Continues prompts, and gives the new tokens as they come: the same tokens that `generate` returns.
+    """Continues prompts and streams the new tokens, the same tokens that `generate` returns.
 
-    Both run the same compiled programs. It cannot be used inside `jax.jit`, as the host reads each chunk.
+    Both run the same compiled programs. `stream` does not work inside `jax.jit`, because the host reads each chunk.
 
     Examples:
       >>> import jgg.models
@@ -168,13 +168,13 @@ def stream(
 
     Args:
       model, tokens, max_new_tokens, details, options: as in `generate`.
-      chunk: the number of tokens of each row that come at once. The first token comes alone. The host waits for each
-        chunk, so larger chunks are faster.
+      chunk: how many tokens of each row arrive at once; the first token arrives alone. The host waits for each chunk,
+        so larger chunks are faster.
 
     Returns: a `Stream`, an iterator of new tokens, int32 [B * num_samples, n]. It ends when all rows have, or after
       max_new_tokens.
 
-    Raises: ValueError, TypeError: as `generate`, at once.
+    Raises: ValueError, TypeError: as in `generate`, immediately.
     """
     size = as_int("chunk", chunk, 1)
     given: dict[str, Any] = dict(generate.__kwdefaults__ or {}, **options, details=details)

@@ -57,7 +57,7 @@ def load(
 ) -> Decoder:
     """Loads a model from a folder with config.json and safetensors files, as Hugging Face's transformers writes them.
 
-    A name of the Hugging Face Hub, "owner/model", is fetched by `jgg.hf.download`, unless a folder has this path.
+    A Hugging Face Hub name, "owner/model", is fetched by `jgg.hf.download`, unless a folder with this path exists.
 
     Experts may be stored one by one, as in published checkpoints, or together, as transformers 5 has them in memory. As
     in transformers, model.safetensors takes precedence over an index next to it. Not read, again as in transformers,
@@ -66,17 +66,16 @@ def load(
     to bfloat16.
 
     The headers of all files are checked before any tensor is read. Host memory holds one parameter of one layer at a
-    time.
-    With a sharding, each device gets its shards alone, except that FP8 experts are quantized on one device, a parameter
-    of a layer at a time. Of several processes, each reads the whole folder.
+    time. With a sharding, each device gets only its own shards, except that FP8 experts are quantized on one device,
+    one parameter of one layer at a time. If there are several processes, each reads the whole folder.
 
     Args:
       folder: the folder, or the model's name on the Hub.
       dtype: dtype of the computation.
-      param_dtype: dtype of the matrices, by default `dtype`. Routers, norms and other vectors keep a wider dtype that
-        they are stored in; a router's selection bias is at least float32.
-      experts: "dense", in param_dtype, also if the folder has them quantized; "as stored", quantized where the folder
-        has them so; or a `jgg.Fp8`, to quantize them while loading and multiply in FP8. Quantized experts are
+      param_dtype: dtype of the matrices, by default `dtype`. Routers, norms and other vectors that are stored in a
+        wider dtype keep it; a router's selection bias is at least float32.
+      experts: "dense": in param_dtype, even if the folder has them quantized. "as stored": quantized if they are
+        quantized in the folder. A `jgg.Fp8`: quantized while loading, and multiplied in FP8. Quantized experts are
         `jgg.nnx.Frozen`.
       remat, unroll, lora_rank, lora_alpha, lora_targets, lora_param_dtype, implementation, batch_invariant, sharding:
         as in `jgg.models.Decoder`.

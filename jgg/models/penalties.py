@@ -11,8 +11,8 @@ class Penalties(NamedTuple):
 
     Attributes:
       repetition: float32 [R], divides logits above 0 and multiplies those below, of tokens of the prompt and new ones.
-      presence: float32 [R], is subtracted from the logit of each new token.
-      frequency: float32 [R], is subtracted from the logit of each new token once per occurrence.
+      presence: float32 [R], is subtracted from the logits of tokens that occur in the new tokens.
+      frequency: float32 [R], is subtracted from a token's logit once per occurrence in the new tokens.
 
     Source: `RepetitionPenaltyLogitsProcessor` of transformers; `presence_penalty` and `frequency_penalty` of OpenAI's
     API. vLLM has all three, in the same order.

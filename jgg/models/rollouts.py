@@ -15,14 +15,14 @@ from jgg.models.token_arrays import as_integers
 
 
 class TrainingRows(NamedTuple):
-    """Prompts and the new tokens behind them as R rows of W = S + N tokens.
+    """Prompts followed by their new tokens, as R rows of W = S + N tokens.
 
     Attributes:
-      tokens: int32 [R, W], each prompt and at once its new tokens, then zeros.
+      tokens: int32 [R, W], each prompt, directly followed by its new tokens, then zeros.
       targets: int32 [R, W], the token that follows each of `tokens`, then zeros.
-      mask: bool [R, W], the tokens that others follow: the `mask` of `Decoder.losses`.
+      mask: bool [R, W], the tokens that another token follows: the `mask` of `Decoder.losses`.
       is_new: bool [R, W], where the target is a new token, whose loss counts.
-      log_probabilities, sampled_log_probabilities: float32 [R, W], those of the targets that are new; 0 elsewhere.
+      log_probabilities, sampled_log_probabilities: float32 [R, W], of the targets that are new; 0 elsewhere.
       topk_indices: int32 [L, R, W, k], the experts of `tokens`; -1 where there is none.
     """
 
@@ -36,18 +36,18 @@ class TrainingRows(NamedTuple):
 
 
 class Generated(NamedTuple):
-    """What `generate` returns with `details=True`, of R = B * num_samples rows, those of a prompt side by side.
+    """What `generate` returns with `details=True`: R = B * num_samples rows, a prompt's next to each other.
 
     Attributes:
       tokens: int32 [R, N], the new tokens; a row that has ended repeats its last one.
-      lengths: int32 [R], how many new tokens a row has, with the one that ended it, and without a -1 for NaN.
-      log_probabilities: float32 [R, N], the logarithm of each new token's probability by the model's own logits: what
-        `Decoder.losses` has, negated. 0 behind a row's length.
-      sampled_log_probabilities: float32 [R, N], the same of the distribution that it was drawn from, after temperature,
-        top_k and top_p. 0 with the temperature 0, and behind a row's length.
-      topk_indices: int32 [L, R, S + N, k], the experts that each token of the prompt and each new token went to, in
-        the L layers that have experts: a prompt's from 0 on, and those of new tokens at once behind them. -1 for
-        tokens that did not run through the model, as the last new token of a row.
+      lengths: int32 [R], how many new tokens a row has, including the one that ended it, excluding any -1 for NaN.
+      log_probabilities: float32 [R, N], the log of each new token's probability under the model's own logits, which is
+        the negative of `Decoder.losses`. 0 past a row's length.
+      sampled_log_probabilities: float32 [R, N], the same under the distribution that the token was drawn from, after
+        temperature, top_k and top_p. 0 if the temperature is 0, and past a row's length.
+      topk_indices: int32 [L, R, S + N, k], the experts that each token of the prompt and each new token went to, in the
+        L layers that have experts. The prompt's start at 0, and the new tokens' follow directly. -1 for tokens that did
+        not run through the model, such as a row's last new token.
     """
 
     tokens: jax.Array
@@ -57,17 +57,17 @@ class Generated(NamedTuple):
     topk_indices: jax.Array
 
     def training_rows(self, prompts: ArrayLike, lengths: ArrayLike | None = None) -> TrainingRows:
-        """Lays prompts and new tokens out for a trainer.
+        """Arranges prompts and new tokens as rows for a trainer.
 
         With `rows = generated.training_rows(prompts, lengths)`, the losses
         `model.losses(rows.tokens, rows.targets, mask=rows.mask, topk_indices=rows.topk_indices)` are
         `-rows.log_probabilities` where `rows.is_new`.
 
         Args:
-          prompts: integer [B, S], as `generate` had them.
-          lengths: integer [B], as `generate` had them.
+          prompts: integer [B, S], as passed to `generate`.
+          lengths: integer [B], as passed to `generate`.
 
-        Raises: ValueError, TypeError: `generate` cannot have had such prompts or lengths.
+        Raises: ValueError, TypeError: the prompts or lengths cannot be the ones that `generate` was called with.
         """
         prompts = saturated_int32(as_integers("prompts", prompts, "[B, S]")[0])
         (rows, new), width = self.tokens.shape, self.topk_indices.shape[2]

@@ -23,9 +23,9 @@ class Stream(Iterator[np.ndarray]):
 
     Attributes:
       tokens: int32 [R, N], the new tokens so far.
-      lengths: int32 [R], how many new tokens each row has so far, with the one that ended it.
+      lengths: int32 [R], how many new tokens each row has so far, including the one that ended it.
       max_new_tokens: how many new tokens there are at most.
-      is_done: bool [R], the rows that have ended, by a stop token, by `end`, or as their logits are NaN.
+      is_done: bool [R], the rows that have ended: by a stop token, by `end`, or because their logits are NaN.
     """
 
     def __init__(self, model: Decoder, asked: Asked, chunk: int) -> None:
@@ -69,9 +69,9 @@ class Stream(Iterator[np.ndarray]):
         self.is_done = self.is_done | ended
 
     def result(self) -> jax.Array | Generated:
-        """What `generate` returns for as many new tokens as have come; at least one must have.
+        """What `generate` returns for the new tokens so far; there must be at least one.
 
-        A row that `end` ended has the length that it had then.
+        A row that `end` ended keeps the length it had at that point.
         """
         check(self._state is not None, "result must be called after the first tokens have come, got none.")
         assert self._state is not None

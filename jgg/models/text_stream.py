@@ -18,12 +18,12 @@ def stream_text(
     stop: Sequence[str] = (),
     stop_tokens: Sequence[int] = (),
 ) -> Iterator[list[str]]:
-    """Yields the texts of the rows of a `jgg.models.Stream` in pieces, as they come.
+    """Yields the text of each row of a `jgg.models.Stream`, piece by piece.
 
-    A row ends before the first stop string in its text, which may begin and end inside tokens; of two that overlap, the
-    one that ends first counts. Text that may be the beginning of a stop string is kept back until this is known, and so
-    is text that further tokens may change, such as the bytes of a character that is not complete. So the text is that
-    of all tokens at once, and does not depend on the stream's chunks.
+    A row ends before the first stop string in its text. A stop string may begin and end inside tokens; if two overlap,
+    the one that ends first counts. Text that may be the beginning of a stop string is held back until this is known,
+    and so is text that further tokens may change, such as the bytes of an incomplete character. So the pieces add up to
+    the text of all tokens at once, whatever the stream's chunks.
 
     Args:
       stream: a stream of R rows that has not yielded a token yet.
@@ -34,8 +34,8 @@ def stream_text(
       stop: strings that end a row, and are left out of its text; not empty.
       stop_tokens: tokens that end a row of the stream and are left out of its text.
 
-    Yields: a piece of text for each row, often "". In the end, `stream.is_done` tells which rows a stop token or a stop
-      string has ended.
+    Yields: a piece of text for each row, often "". At the end, `stream.is_done` tells which rows were ended by a stop
+      token or a stop string.
 
     Raises: ValueError: an argument is wrong, or the model's logits are NaN.
     """
@@ -74,10 +74,10 @@ class Cut(NamedTuple):
 
 
 def cut(text: str, stop: Sequence[str], *, is_last: bool = True) -> Cut:
-    """A text up to the first stop string, by where they end.
+    """A text up to the first stop string, the one that ends first.
 
     Args:
-      is_last: whether nothing follows. Else what may change or be the beginning of a stop string is left out.
+      is_last: whether nothing follows. If not, text that may change or begin a stop string is left out.
     """
     if not is_last:
         text = text[: getattr(text, "settled", len(text))].rstrip(_UNKNOWN)

@@ -39,10 +39,10 @@ _OPTIMIZER = "optimizer."  # before the names of arrays
 
 
 class Record[Metrics](NamedTuple):
-    """What some steps measured, those since the record before.
+    """What the steps since the previous record measured.
 
     Attributes:
-      step: number of the last of these steps; the first of all is 1.
+      step: number of the last of these steps; a run's first step is 1.
       metrics: the metrics of the loss, NumPy arrays with these steps as their first axis.
       speed: how fast the steps were.
     """
@@ -59,10 +59,10 @@ class Trainer[Model: nnx.Module, Metrics]:
         for record in trainer.fit(batch_of, steps=1000):
             print(record.step, record.metrics.mean())
 
-    The model holds the state. Each step reads its variables and sets those that it changes, so the next step starts
-    from what you set between two steps: merged adapters, `jgg.optim.qk_clip`, a selection bias, `model.eval()`. The
-    next checkpoint has it too; what you set at a Record is in the checkpoint of its step. The step is compiled again if
-    shapes or options of the model change. What the optimizer's own state holds stays.
+    The model holds the state. Each step reads the model's variables and sets those that it changes, so the next step
+    uses whatever you set between two steps: merged adapters, `jgg.optim.qk_clip`, a selection bias, `model.eval()`. So
+    does the next checkpoint; what you set at a Record is in the checkpoint of the same step. The step is compiled again
+    if the model's shapes or options change. The optimizer's own state is kept.
 
     Variables that the loss changes, such as the counts of `nnx.Dropout` and the means of `nnx.BatchNorm`, are part of
     the state.
@@ -76,15 +76,15 @@ class Trainer[Model: nnx.Module, Metrics]:
       optimizer: the optimizer of optax.
       loss: loss(model, batch) -> (loss, metrics), the loss float32 [] and a pytree of arrays to measure.
       wrt: type of the variables that are trained, such as `nnx.LoRAParam` for adapters alone.
-      accumulate: whether the arrays of a batch have a further first axis, of parts that are computed one after the
-        other to take less memory: the step's loss, gradient and metrics are then the means over the parts.
+      accumulate: whether the arrays of a batch have an extra first axis, of parts. The parts are computed one after the
+        other, which takes less memory, and the step's loss, gradient and metrics are the means over them.
       lengths_of: lengths_of(batch) -> integer array, the lengths of the sequences in a batch, for measuring the
         speed. Without it, a Speed has only the time.
       batch_sharding: how devices split each array of a batch. Batches must then be whole NumPy arrays, the same in all
         processes, and each device gets its part. By default batches are used unchanged.
 
     Attributes:
-      model: the module that was given, with what it has learned so far. Another one takes its place if you set it.
+      model: the module that was given, with what it has learned so far. Set it to train another one.
 
     Raises: ValueError: the model has no variable of type `wrt`.
     """
@@ -130,45 +130,46 @@ class Trainer[Model: nnx.Module, Metrics]:
         checkpoints: str | os.PathLike[str] | None = None,
         save_every: int = 1000,
     ) -> Iterator[Record[Metrics]]:
-        """Trains, and yields a Record now and then; what the caller does with it counts in no speed.
+        """Trains, and yields a Record now and then; time that the caller spends on it does not count in the speed.
 
-        A run that is stopped and started again goes on from its last state with the same batches, and on a CPU computes
-        the bits of one that was not stopped. On a GPU, two runs differ in bits unless XLA_FLAGS has
+        A run that is stopped and restarted resumes from its last state with the same batches. On a CPU its results are
+        bit for bit those of a run without the stop. On a GPU, two runs differ in bits unless XLA_FLAGS has
         --xla_gpu_exclude_nondeterministic_ops=true.
 
-        With `checkpoints`, SIGTERM stops a run: the step that was begun is made, its Record is yielded, and once its
-        checkpoint is written, Preempted is raised. For this, a handler takes the place of the one before,
-        which is put back at the end, also where the caller stops iterating. There is none in another thread than the
-        main one, nor where SIGTERM is ignored.
+        With `checkpoints`, SIGTERM stops a run: the current step is finished, its Record is yielded, its checkpoint is
+        written, and then Preempted is raised. To do this, fit replaces the SIGTERM handler, and restores the previous
+        one at the end, even if the caller stops iterating. It does not replace it outside the main thread or where
+        SIGTERM is ignored.
 
-        If SIGTERM came and the run ends without Preempted, because its last step was made, the caller stopped iterating
-        or there was an error, the handler before gets the signal. Where the program has none, SIGTERM ends the process
-        then, but not after the last step: what was trained can be written.
+        If SIGTERM arrives but the run ends without Preempted, because its last step was done, the caller stopped
+        iterating or there was an error, the signal goes to the previous handler. If the program has none, SIGTERM then
+        ends the process, except after the last step, so that you can still write what was trained.
 
-        Processes that `jax.distributed.initialize` has connected all stop after the same step if any of them gets
-        SIGTERM, for which JAX has a handler from then on. A run that goes on from a checkpoint does not stop if SIGTERM
-        came before this call.
+        If `jax.distributed.initialize` has connected several processes, they all stop after the same step when any of
+        them gets SIGTERM, which JAX handles from then on. A run that resumes from a checkpoint does not stop for a
+        SIGTERM that came before this call.
 
         Args:
-          batch_of: batch_of(step) -> the batch of a step, from 1, of the same shapes for all, asked for once a step.
-            It depends on the step alone, such as `dataset.__getitem__` of a `grain.MapDataset`, or also on what was
-            learned before it. How long the first one takes counts in no speed, nor does compiling a step or saving.
-          steps: number of the last step; those before the last checkpoint are not made again.
-          every: it yields after the steps whose number one of these divides, and after the last.
-          first: whether it yields after the first step too.
-          checkpoints: a folder that no other run uses. Training resumes from the last checkpoint there, and saves
-            others, with all variables of the model and the state of the optimizer. Frozen `nnx.Param` and
-            `jgg.nnx.Frozen` variables are only compared by a digest, unless they were set after the Trainer was made.
-            A Trainer that made the last checkpoint itself continues from its current model.
+          batch_of: batch_of(step) -> the batch of a step, from 1 on. All batches have the same shapes, and each step
+            asks once. The batch depends only on the step, as with `dataset.__getitem__` of a `grain.MapDataset`, or
+            also on what was learned before it. The speed does not include the time for the first batch, compiling a
+            step or saving.
+          steps: number of the last step; steps that the last checkpoint covers are not repeated.
+          every: yields after each step whose number is divisible by one of these, and after the last step.
+          first: whether to yield after the first step too.
+          checkpoints: a folder that no other run uses. Training resumes from the last checkpoint there, and saves new
+            ones, with all variables of the model and the state of the optimizer. Frozen `nnx.Param` and
+            `jgg.nnx.Frozen` variables are only compared by a digest, unless they were set after the Trainer was made. A
+            Trainer that made the last checkpoint itself continues from its current model.
           save_every: steps between two checkpoints; the last step is saved too.
 
         Raises:
-          TrainingError: a loss or a trained variable is not finite, which is looked for before each record and each
-            checkpoint; a checkpoint is damaged, is of another model or cannot be written; or another run uses the
+          TrainingError: a loss or a trained variable is not finite, which is checked before each record and each
+            checkpoint; a checkpoint is damaged, belongs to another model or cannot be written; or another run uses the
             folder.
-          ValueError: shapes or dtypes of trained variables are no longer those of the optimizer's state, or the loss
-            adds a variable to the model or changes the shape or dtype of one.
-          Preempted: SIGTERM stopped the run before its last step; the same call goes on from there.
+          ValueError: the shapes or dtypes of trained variables no longer match the optimizer's state; or the loss adds
+            a variable to the model, or changes the shape or dtype of one.
+          Preempted: SIGTERM stopped the run before its last step; the same call resumes there.
         """
         steps, save_every = as_int("steps", steps, 0), as_int("save_every", save_every, 1)
         check_instance("every", every, Collection, "a collection of ints, such as (10,)")
