@@ -31,24 +31,23 @@ from jgg.models.tensors import Matrix, matrices
 def save_adapter(model: Decoder, folder: str | Path, *, by_expert: bool = False) -> None:
     """Writes a model's LoRA adapters as PEFT does: adapter_config.json and adapter_model.safetensors.
 
-    `PeftModel.from_pretrained` opens the folder with transformers 5. Adapters of attention and of recurrent layers are
+    `PeftModel.from_pretrained` loads the folder with transformers 5. Adapters of attention and of recurrent layers are
     written for modules ("target_modules"), all others for parameters ("target_parameters"). The gate and up projections
-    of a dense layer share one a, which is written for both. Arrays are written bit for bit, in their dtype. A layer
-    whose a and b are zero is left out, and so are ranks whose column of a and row of b are zero, as `load_adapter`
-    leaves them. "base_model_name_or_path", where `AutoPeftModelForCausalLM` finds the model, is `model.config.name`.
+    of a dense layer share one a, which is written for both. Arrays are written bit for bit, in their dtype. Layers
+    whose a and b are zero are left out, and so are ranks whose column of a and row of b are zero, which `load_adapter`
+    may have added. "base_model_name_or_path", where `AutoPeftModelForCausalLM` finds the model, is `model.config.name`.
 
     If a model is split over the devices of several processes, all of them must call this: process 0 writes, and all
-    return when the folder is there.
+    return once the folder is complete.
 
     Args:
       model: the model, which has a lora_rank.
-      folder: where to write; it is made if it is missing. An adapter that it holds is replaced once both files are
-        written.
-      by_expert: whether to write adapters of experts for each expert's own modules, as published checkpoints name them,
-        and to give all terms one rank, with zeros, and one scale. vLLM and SGLang read that, and `load_adapter` too.
-        PEFT does not read all of it: it leaves out the experts of Hunyuan V3, Qwen2-MoE and Qwen3.5, and in all
-        families but Mixtral, MiniMax-M2, OLMoE and Qwen3-MoE the dense layers and shared experts, whose modules have
-        the names of experts'. A UserWarning says so.
+      folder: where to write; created if missing. An adapter in it is replaced once both new files are written.
+      by_expert: whether to write adapters of experts as modules of each expert, named as in published checkpoints, with
+        one rank (padded with zeros) and one scale for all terms. vLLM, SGLang and `load_adapter` read this form. PEFT
+        does not read all of it: it ignores the experts of Hunyuan V3, Qwen2-MoE and Qwen3.5, and, in all families
+        except Mixtral, MiniMax-M2, OLMoE and Qwen3-MoE, the dense layers and shared experts, whose modules have the
+        same names as the experts'. A UserWarning says so.
 
     Raises:
       ValueError: the model has no adapters; or, with by_expert, its family has no modules for each expert.

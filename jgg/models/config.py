@@ -30,24 +30,24 @@ class ModelConfig:
       vocabulary: V, number of tokens.
       features: H, features between layers.
       num_layers: number of layers, the dense ones included.
-      num_further_layers: how many layers a folder may have after these. They predict further tokens, and are not read.
+      num_further_layers: how many more layers a folder may have. They predict further tokens and are not read.
       mixers: for each layer, what mixes the tokens of a sequence: the options of attention, or of another kind.
       is_dense: for each layer, whether it has an MLP instead of experts.
       dense_features: hidden features of these MLPs, and of MLPs alongside experts.
       dense_activation: their activation, a name in `jgg.moe_mlp`.
       layout: how the parts of a layer are put together, a name in `jgg.models.stacks.LAYOUTS`.
       norm_epsilon: what RMS norms add to the mean square.
-      norm_offset: what is added to the scales of RMS norms: 1 where they are stored around zero, which is then what new
-        ones are.
-      is_tied: the matrix of the logits is the embedding.
+      norm_offset: what is added to the scales of RMS norms. It is 1 where scales are stored around zero; new scales are
+        then zero.
+      is_tied: whether the embedding is also the matrix of the logits.
       embedding_scale, residual_scale, logits_scale: factors of the embedding, of what a layer adds, and of the logits.
-      logits_softcap: what bounds the magnitude of the logits, by tanh; None for no bound.
+      logits_softcap: bound on the magnitude of the logits, applied with tanh; None for no bound.
       init_scale: standard deviation of new matrices.
-      left_out: the tensors and files of the folder that the model was loaded from which the model does not have, and
-        which `jgg.models.save` copies; None if there are none. Configs that differ in it are not equal: a compiled
-        function that returns a model would else return it with another folder's.
+      left_out: the tensors and files in the loaded folder that the model does not have and `jgg.models.save` copies;
+        None if there are none. Configs with different `left_out` are not equal, so that a compiled function does not
+        return a model with another folder's.
       name: what transformers finds the model by, the absolute path of a folder or a name of the Hugging Face Hub; None
-        if it is not known.
+        if unknown.
     """
 
     model_type: str
@@ -116,7 +116,7 @@ class ModelConfig:
 def model_config(config: Mapping[str, object]) -> ModelConfig:
     """Reads a decoder's sizes and options from the content of config.json.
 
-    A key that config lacks has the default of transformers' configuration class.
+    Missing keys get the defaults of transformers' configuration class.
 
     Examples:
       >>> import jgg.models
@@ -135,7 +135,7 @@ def model_config(config: Mapping[str, object]) -> ModelConfig:
     Raises:
       ValueError: the family is none of those that `jgg.models` has; or the config has a key that `jgg.models` does not
         know, or a value that no model of it can have. The message names the key.
-      TypeError: config is no mapping, or a value has the wrong type.
+      TypeError: config is not a mapping, or a value has the wrong type.
     """
     check_instance("config", config, Mapping, "a mapping, as jgg.hf.read_config returns it")
     model_type = config.get("model_type")

@@ -70,8 +70,8 @@ class Scores(NamedTuple):
 
     Attributes:
       log_probabilities: float32 [B, S, C], the logarithms of the targets' probabilities, which are `-Decoder.losses`;
-        NaN for a target that is no id of the vocabulary.
-      is_greedy: bool [B, S, C], whether greedy decoding takes the target: the first of the likeliest tokens.
+        NaN for a target outside the vocabulary.
+      is_greedy: bool [B, S, C], whether greedy decoding picks the target, the first of the likeliest tokens.
     """
 
     log_probabilities: jax.Array

@@ -29,29 +29,30 @@ _CONFIG = "config.json"
 def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9) -> None:
     """Writes a model into a new folder: config.json and safetensors files, as Hugging Face's transformers reads them.
 
-    What else a server or transformers needs is copied from the folder that the model was loaded from: the tokenizer,
-    chat templates, generation_config.json, settings of processors, and Python files for these. A model that was not
-    loaded has none.
+    Other files that a server or transformers needs are copied from the folder that the model was loaded from: the
+    tokenizer, chat templates, generation_config.json, processor settings, and Python files for these. A model that was
+    not loaded has no such files.
 
-    A loaded model is written bit for bit, as long as its parameters have the dtypes of the files. Experts in FP8 are
-    written in blocks of 128 x 128 with float32 scales, as DeepSeek-V3's are; all else is dense. A new folder appears
-    when all of it is written. An empty one, such as a mount point, gets the files when all are written, config.json
-    last. If something else is in the folder by then, the model goes next to it, into folder-2 or the next free name,
-    and a warning says where.
+    A loaded model is written bit for bit, as long as its parameters have the dtypes of the files. FP8 experts are
+    written in blocks of 128 x 128 with float32 scales, as in DeepSeek-V3; everything else is dense. A new folder
+    appears only once it is complete. An existing empty folder, such as a mount point, gets the files once all are
+    written, config.json last. If something else has appeared in the folder by then, the model goes into folder-2, or
+    the next free name, next to it, and a warning says where.
 
-    Tensors of the loaded folder that the model does not have, such as a vision tower's, are copied too, those in FP8
-    dense unless the new folder has experts in the same format. What is there no longer is left out, with a warning.
+    Tensors of the loaded folder that the model does not have, such as a vision tower's, are copied too. FP8 ones become
+    dense, unless the new folder has experts in the same format. Tensors that are no longer in the loaded folder are
+    left out, with a warning.
 
-    If a model is split over the devices of several processes, all of them must call this, with the same folder: they
-    gather one parameter of one layer after the other, and process 0 writes. All return when the folder is there.
+    If a model is split over the devices of several processes, all of them must call this with the same folder. They
+    gather one parameter of one layer at a time, and process 0 writes. All return once the folder is complete.
 
     Args:
       model: the model.
-      folder: where to write; there must be nothing, or an empty folder.
-      max_shard_bytes: how large a file may grow before the next one begins; host memory holds one file.
+      folder: where to write; a path that does not exist, or an empty folder.
+      max_shard_bytes: how many bytes a file may reach before the next one begins; host memory holds one file at a time.
 
     Raises:
-      FileExistsError: the folder is there and is not empty.
+      FileExistsError: the folder exists and is not empty.
       ValueError: the model has LoRA adapters that are not merged (`Decoder.merge_adapters`), or experts that are
         quantized in other blocks.
       TypeError: an argument has the wrong type.
@@ -75,12 +76,12 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
 
 
 def named_tensors(model: Decoder) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields the name and the array of each of the model's tensors, such as for a server that takes weights so.
+    """Yields the name and array of each of the model's tensors, for example to send weights to a server.
 
-    These are what `save` writes without what it copies from the folder that the model was loaded from.
+    These are the tensors that `save` writes, without those it copies from the loaded folder.
 
     Host memory holds the tensors of one parameter of one layer at a time. If a model is split over the devices of
-    several processes, all of them must take all tensors.
+    several processes, all of them must iterate over all tensors.
 
     Raises: ValueError, TypeError: as in `save`.
     """

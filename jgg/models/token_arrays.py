@@ -21,7 +21,7 @@ _INT32 = jnp.iinfo(jnp.int32)
 def as_integers(name: str, value: ArrayLike, axes: str) -> tuple[jax.Array, np.ndarray | None]:
     """The value as an integer array and, unless it is traced, its numbers as they came.
 
-    What is no JAX array yet becomes int32, clipped to its range, as JAX would wrap larger numbers to valid ones.
+    Anything but a JAX array becomes int32, clipped to its range, because JAX would wrap larger numbers to valid ones.
 
     Raises: TypeError: it is no integer array. ValueError: it has not as many axes as `axes` lists, such as "[B, S]".
     """

@@ -14,23 +14,24 @@ from jgg.models import Decoder
 
 
 def qk_clip(model: Decoder, max_logits: Mapping[str, ArrayLike], threshold: float = 100.0) -> None:
-    """Scales the parameters of queries and keys, so that no head's largest logit is above the threshold.
+    """Scales the parameters of queries and keys, so that no head's largest logit exceeds the threshold.
 
-    If the largest logit S of a head is above the threshold, all its logits are multiplied by `threshold / S`; other
-    heads do not change. The keys are multiplied by the square root of this factor, and the queries too. Keys that
-    several heads share are multiplied by the smallest of these heads' roots, and each head's queries by the rest. A
+    If a head's largest logit S exceeds the threshold, all its logits are multiplied by `threshold / S`; other heads do
+    not change. The keys and the queries are each multiplied by the square root of this factor. Keys that several heads
+    share are multiplied by the smallest of these heads' roots, and each head's queries by the rest of its factor. A
     head whose largest logit is NaN or infinite does not count as above the threshold.
 
-    LoRA adapters of queries and keys are scaled together with their matrices, also if these are frozen: save the model
-    then, not the adapters alone.
+    LoRA adapters of queries and keys are scaled together with their matrices, even if the matrices are frozen. In that
+    case save the model, not just the adapters.
 
-    In latent attention all heads share the rotated keys: these do not change, and the rotated queries are multiplied by
-    the whole factor. If a model normalizes queries and keys, the scales of the norms are multiplied; where all heads of
-    a layer share these scales, by the smallest root of the layer. Norms without scales bound the logits, and nothing
-    changes. In a model that clips the values of queries and keys, the largest logit is only near the threshold.
+    In latent attention all heads share the rotated keys. These do not change, and the rotated queries are multiplied by
+    the whole factor. If a model normalizes queries and keys, the scales of the norms are multiplied; if all heads of a
+    layer share these scales, they are multiplied by the layer's smallest root. Norms without scales bound the logits,
+    and nothing changes. In a model that clips the values of queries and keys, the largest logit ends up only close to
+    the threshold.
 
-    The bound holds for the logits that were measured: as each layer's output changes, those of later layers, measured
-    again after one call, may be above the threshold (0.82 to 1.24 of it where all layers were clipped).
+    The bound holds for the measured logits. As each layer's output changes, later layers' logits may exceed the
+    threshold when measured again after the call (0.82 to 1.24 of it where all layers were clipped).
 
     Call it after a step of the optimizer, with the logits of that step's batch or of a part of it. In a compiled
     program, the model must be an argument of an `nnx.jit` function.
@@ -41,12 +42,12 @@ def qk_clip(model: Decoder, max_logits: Mapping[str, ArrayLike], threshold: floa
 
     Args:
       model: the model, which is changed.
-      max_logits: float [layers, heads] by the names of stacks, from `model.max_logits`.
-      threshold: the largest logit that a head may have.
+      max_logits: float [layers, heads] for each stack's name, from `model.max_logits`.
+      threshold: upper bound on each head's largest logit.
 
     Raises:
-      ValueError: a stack is missing or is not expected, or a shape is wrong, or the threshold is not positive.
-      TypeError: the model is no Decoder.
+      ValueError: a stack is missing or unexpected, a shape is wrong, or the threshold is not positive.
+      TypeError: the model is not a Decoder.
 
     Source: Kimi Team, Kimi K2, 2025, 2.1. https://arxiv.org/abs/2507.20534
     """

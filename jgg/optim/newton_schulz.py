@@ -29,11 +29,11 @@ def orthogonalize(
     ns_method: str | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """Approximates the nearest matrix with orthonormal rows or columns, of each matrix of a stack.
+    """Approximates, for each matrix of a stack, the nearest matrix with orthonormal rows or columns.
 
-    Where `x = U S V^T` is a matrix's singular value decomposition, the result is `U p(S / |S|) V^T`, |S| the norm of
-    all singular values and p the composition of `ns_steps` odd polynomials a s + b s^3 + c s^5, which takes singular
-    values that are not too small to about 1. Zero stays zero. No gradients.
+    If `x = U S V^T` is a matrix's singular value decomposition, the result is `U p(S / |S|) V^T`. |S| is the norm of
+    all singular values, and p is the composition of `ns_steps` odd polynomials a s + b s^3 + c s^5, which maps singular
+    values that are not too small to about 1. Zero stays zero. It has no gradients.
 
     **standard** computes `x = (a I + b x x^T + c (x x^T)^2) x` in each iteration. **gram** multiplies the polynomials
     of the small matrix `R = x x^T`, and x by their product. With N rows of K numbers, K > N, five iterations are
@@ -44,8 +44,8 @@ def orthogonalize(
     "gram" is then about as exact as "standard". In bfloat16 its error can be as large as the result, so it is refused.
     In float32 it is always accurate.
 
-    float16 has eight times bfloat16's precision, at the same speed on tensor cores; its range is no matter here, as
-    matrices are scaled first.
+    float16 has eight times bfloat16's precision, at the same speed on tensor cores. Its smaller range does not matter
+    here, because matrices are scaled first.
 
     Examples:
       >>> x = jnp.diag(jnp.asarray([3.0, 1.0, 0.5]))
@@ -55,11 +55,11 @@ def orthogonalize(
 
     Args:
       x: float32, bfloat16 or float16 [..., N, K].
-      ns_coeffs: three numbers; three for each iteration, and then `ns_steps` is not used; or a name: "standard" is
-        Muon's (3.4445, -4.7750, 2.0315), "dion" is Dion's five, "polar_express" is Polar Express's for any ns_steps,
-        which takes singular values down to 1e-3 of the norm nearest to 1.
+      ns_coeffs: three numbers; or three numbers per iteration, and then `ns_steps` is not used; or a name. "standard"
+        is Muon's (3.4445, -4.7750, 2.0315). "dion" is Dion's five. "polar_express" is Polar Express's for any ns_steps,
+        which brings singular values down to 1e-3 of the norm closest to 1.
       ns_steps: number of iterations.
-      eps: is added to the norm of each matrix.
+      eps: added to the norm of each matrix.
       ns_dtype: dtype of the iterations. The norm is computed in float32.
       ns_method: "standard" or "gram"; by default "gram" where N and K differ and ns_dtype is not bfloat16.
       implementation: as in `jgg.grouped_gemm`, of the symmetric products and of those with x.

@@ -25,7 +25,7 @@ class MuonState(NamedTuple):
     """The state of `muon` for matrices.
 
     Attributes:
-      step: int32 [], the number of updates so far.
+      step: int32 [], number of updates so far.
       mu: the momentum of each matrix, the exponential moving average of its gradients, in the parameter's shape.
     """
 
@@ -57,15 +57,14 @@ def muon(
     ns_method: str | None = None,
     implementation: str | None = None,
 ) -> optax.GradientTransformation:
-    """Muon for matrices and stacks of them, such as experts, and AdamW for all other parameters.
+    """Muon for matrices and stacks of matrices, such as experts, and AdamW for all other parameters.
 
-    The update of a matrix is its momentum, orthogonalized: all singular values become about 1. See `orthogonalize`.
-    Arguments that `optax.contrib.muon` also has mean the same, and with ns_dtype "float32" the updates are the same up
-    to rounding; its `preconditioning` is always "frobenius" here. It differs in these points: experts and layers are
-    stacks of matrices by default; half of each symmetric product is computed; the iterations run on one stack at a
-    time, in 16 bits, so that they add no float32 array of the parameters' size; and the devices of a mesh exchange
-    parts of stacks rather than gather them. Under `optax.inject_hyperparams` ns_steps must be static:
-    `static_args="ns_steps"`.
+    A matrix's update is its orthogonalized momentum: all singular values become about 1. See `orthogonalize`. Arguments
+    that `optax.contrib.muon` also has mean the same, and with ns_dtype "float32" the updates are the same up to
+    rounding; `preconditioning` is always "frobenius" here. The differences: experts and layers are stacks of matrices
+    by default; only half of each symmetric product is computed; the iterations run on one stack at a time, in 16 bits,
+    so they add no float32 array of the parameters' size; and the devices of a mesh exchange parts of stacks instead of
+    gathering them. Under `optax.inject_hyperparams` ns_steps must be static: `static_args="ns_steps"`.
 
     Examples:
       >>> import jgg, jgg.optim, optax
@@ -79,7 +78,7 @@ def muon(
       learning_rate: the learning rate, a number or a schedule.
       ns_coeffs, ns_steps, ns_dtype, ns_method, implementation: as in `orthogonalize`.
       beta: the decay rate of the momentum.
-      eps: is added to the norm of each matrix; also the eps of AdamW.
+      eps: added to the norm of each matrix; also the eps of AdamW.
       weight_decay, weight_decay_mask: the weight decay of matrices, as in `optax.adamw`.
       mu_dtype: dtype of the momentum, also of AdamW's first moment; by default the parameters' dtype.
       nesterov: whether to use Nesterov momentum, in AdamW too.
@@ -92,8 +91,8 @@ def muon(
       consistent_rms: the root mean square of the update of a matrix of full rank; 0.2 is about AdamW's. By default
         updates are multiplied by `sqrt(max(1, columns / rows))`.
       shardings: how devices split the parameters, such as `jax.tree.map(lambda p: p.sharding, params)`. None for one
-        device, and for a mesh of Explicit axes, where the types of arrays say it; of Auto axes XLA then decides what
-        devices exchange.
+        device, and for a mesh of Explicit axes, where the arrays' types say it. With None and Auto axes, XLA decides
+        what devices exchange.
 
     Returns:
       An optimizer of optax; updates have the dtypes of the gradients.

@@ -15,11 +15,11 @@ _OTHERS = "w_embedding", "w_head", "w_router"  # matrices by their names, which 
 def matrices(params: optax.Params) -> optax.Params:
     """The default of `muon_weight_dimension_numbers`: the matrices of jgg's models and layers, by their names.
 
-    They are all arrays whose name begins with "w_" but "w_embedding", "w_head", "w_router" and LoRA's factors, whose
-    names end with "_lora_a" and "_lora_b": experts [L, E, H, N], layers' matrices [L, H, N] and a matrix [H, N] alone.
-    The two last axes are those of a matrix, and each index of the axes before has one. Where one of the two has a
-    length of 1, these are vectors and no matrices, such as the taps of a depthwise convolution [channels, 1, taps] and
-    the gate of shared experts [H, 1].
+    These are all arrays whose name begins with "w_", except "w_embedding", "w_head", "w_router" and LoRA's factors,
+    whose names end with "_lora_a" and "_lora_b": experts [L, E, H, N], layers' matrices [L, H, N] and single matrices
+    [H, N]. The last two axes are a matrix's, and the axes before them index the matrices of a stack. If one of the last
+    two has length 1, the array holds vectors, not matrices: for example the taps of a depthwise convolution [channels,
+    1, taps] or the gate of shared experts [H, 1].
 
     Args:
       params: a pytree of arrays, in which dicts, `nnx.State` among them, have the names.

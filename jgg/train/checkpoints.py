@@ -27,10 +27,10 @@ _OWN = 2**22  # bytes that Orbax needs for a checkpoint besides its arrays
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on, for the reason that the message names.
+    """Training cannot continue; the message says why.
 
     Attributes:
-      step: the last step that was made, where its checkpoint could not be written; else None.
+      step: the last finished step if its checkpoint could not be written, else None.
     """
 
     step: int | None = None
@@ -39,7 +39,7 @@ class TrainingError(RuntimeError):
 class FrozenWeights:
     """The weights that a model came with and that are not trained: checkpoints have their digests instead of them.
 
-    Those that are set later are saved as all else is.
+    Weights that are set later are saved like everything else.
     """
 
     def __init__(self, arrays: Arrays) -> None:
@@ -83,7 +83,7 @@ def opened(folder: str | os.PathLike[str] | None) -> Iterator[ocp.CheckpointMana
 
 
 def save(manager: ocp.CheckpointManager, step: int, arrays: Arrays, weights: FrozenWeights) -> None:
-    """Begins to write a checkpoint of arrays, of frozen weights their digests alone.
+    """Starts writing a checkpoint of arrays; for frozen weights it has only digests.
 
     Raises: TrainingError: it, or the one before it, cannot be written.
     """
@@ -117,14 +117,14 @@ def _writing(folder: os.PathLike[str]) -> Iterator[None]:
 
 
 def restored(manager: ocp.CheckpointManager, step: int, arrays: Arrays) -> dict[str, jax.Array]:
-    """The arrays that a checkpoint has, by their names, split over devices as these are.
+    """A checkpoint's arrays by name, split over devices like `arrays`.
 
     Args:
       manager: of a folder with a checkpoint of this step.
       arrays: all of the model and of the optimizer; these may be described alone, by `jax.ShapeDtypeStruct`.
 
-    Raises: TrainingError: the checkpoint is damaged or of another model; the message says how to go on from the one
-      before it, if there is one.
+    Raises: TrainingError: the checkpoint is damaged or belongs to another model; the message says how to resume
+      from the previous one, if there is one.
     """
     folder = manager.directory / str(step)
     try:

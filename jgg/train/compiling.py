@@ -20,7 +20,7 @@ _OF_GATHERS = {
 
 
 def compiler_options(num_devices: int = 1) -> dict[str, object]:
-    """Returns options of XLA that make a step of training faster, for `jax.jit`; none where there is no GPU.
+    """Returns XLA options for `jax.jit` that make a training step faster; empty if there is no GPU.
 
     `jax.lax.scan` over layers keeps values for the backward pass in stacks, and XLA fills these with zeros first: 12
     GiB in a step of Qwen3-30B-A3B with LoRA and 2 x 4096 tokens. With these options XLA skips the zeros where it can
@@ -36,12 +36,12 @@ def compiler_options(num_devices: int = 1) -> dict[str, object]:
         options = jgg.train.compiler_options(sharding.size(sharding.fsdp))
         step = jax.jit(step, donate_argnums=0, compiler_options=options)
 
-    JAX takes options of the outermost `jax.jit` alone, and `nnx.jit` takes none: split the model with `nnx.split`
-    before, or set those that begin with xla for a whole process in the environment:
-    XLA_FLAGS=--xla_gpu_enable_dus_accumulator_zero_init_elimination=true.
+    JAX takes options only from the outermost `jax.jit`, and `nnx.jit` takes none. With `nnx.jit`, either split the
+    model with `nnx.split` and use `jax.jit`, or set the options that begin with xla for the whole process in the
+    environment: XLA_FLAGS=--xla_gpu_enable_dus_accumulator_zero_init_elimination=true.
 
     Args:
-      num_devices: number of devices along the axis over which weights are gathered; 1 if none are.
+      num_devices: number of devices along the axis that weights are gathered over; 1 if none are.
     """
     gathers = as_int("num_devices", num_devices, 1) > 1
     options = _OPTIONS | _OF_GATHERS if gathers else _OPTIONS

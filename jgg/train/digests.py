@@ -12,7 +12,7 @@ from jgg.train.state import everywhere
 
 
 def digests_of(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    """A number of 32 bits for each array, of its bits in their order; how devices split it makes no difference.
+    """A number of 32 bits for each array, computed from its bits in order, however devices split it.
 
     It tells apart any two arrays of one shape and dtype that differ in one number, and others but for one in 2**32. No
     bytes leave the devices.

@@ -17,7 +17,7 @@ _START, _LONGEST = b'{"step": ', 2**16  # of a line, in bytes
 
 
 class Log:
-    """The log of a run: a file with one JSON object a line, and the same numbers in other tools.
+    """The log of a run: a file with one JSON object per line, and optionally the same numbers in other tools.
 
         with jgg.train.Log("run.jsonl", trackers=["tensorboard"]) as log:
             for record in trainer.fit(batch_of, steps):
@@ -29,13 +29,13 @@ class Log:
 
     Args:
       path: the file, in a folder that exists.
-      trackers: "tensorboard" writes events into the folder `path` with the ending .tensorboard, by tensorboardX.
+      trackers: "tensorboard" writes events into the folder `path` with the suffix .tensorboard, using tensorboardX.
         "wandb" starts a run of Weights & Biases, which reads its own environment variables: WANDB_PROJECT, and
-        WANDB_RUN_ID with WANDB_RESUME=allow for a run that goes on.
+        WANDB_RUN_ID with WANDB_RESUME=allow for a resumed run.
       settings: the options of the run, for trackers that show them.
 
     Raises:
-      FileExistsError: the file is there and is no log.
+      FileExistsError: the file exists and is not a log.
       ValueError: a tracker is none of these.
       ImportError: its package is not installed.
     """
@@ -65,9 +65,9 @@ class Log:
         self.close()
 
     def write(self, step: int, values: Mapping[str, float | None]) -> None:
-        """Writes what was measured at a step; None is left out.
+        """Writes what was measured at a step; values of None are left out.
 
-        Raises: OSError: the file cannot be written, or has become something else than a log.
+        Raises: OSError: the file cannot be written, or is no longer a log.
         """
         known = {name: float(value) for name, value in values.items() if value is not None}
         if self._trackers is None:
@@ -108,7 +108,7 @@ class Log:
 
 
 def check_log(path: Path) -> None:
-    """Raises FileExistsError, or another OSError, if there is something else than a log at a path.
+    """Raises FileExistsError, or another OSError, if a path exists and is not a log.
 
     Each line of a log has a step and numbers. Lines may be cut off, as where a process was killed while it wrote, but
     not all of them.

@@ -38,7 +38,7 @@ def next_token_loss(
     """Returns a loss for `Trainer`, for batches with "tokens", "targets", "segments" and "weights", each [B, S].
 
     Args:
-      packed: whether a sequence may have several examples. They are told apart by "segments", int32, 0 for padding at
+      packed: whether a sequence may contain several examples, told apart by "segments", int32, 0 for padding at
         the end. With one example each, attention is causal: it never sees what follows an example.
       balance_weight: the weight of the routers' balancing loss, the mean over layers.
 

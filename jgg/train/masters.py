@@ -14,7 +14,7 @@ class MastersState(NamedTuple):
     """The state of `float32_masters`.
 
     Attributes:
-      masters: float32 arrays in place of the 16-bit parameters, `optax.MaskedNode()` in place of the others.
+      masters: float32 arrays for the 16-bit parameters, `optax.MaskedNode()` for the others.
       inner: the state of the optimizer within.
     """
 
@@ -25,15 +25,15 @@ class MastersState(NamedTuple):
 def float32_masters(
     optimizer: optax.GradientTransformation | optax.MultiSteps,
 ) -> optax.GradientTransformationExtraArgs:
-    """Lets an optimizer train float32 masters of bfloat16 and float16 parameters, which are then their rounded copies.
+    """Lets an optimizer train float32 masters of bfloat16 and float16 parameters, which become rounded copies of them.
 
     A bfloat16 number has 8 significant bits: an update of less than 1/512 of a parameter would be lost, and with usual
-    learning rates most are. The masters have all of it. They and what the optimizer keeps are float32, 12 bytes a
-    parameter with AdamW; the model and its gradients stay 16-bit. Parameters of other dtypes, such as float32 adapters,
-    train as without this function.
+    learning rates most updates are that small. The masters keep all of it. They and the optimizer's state are float32,
+    12 bytes per parameter with AdamW; the model and its gradients stay 16-bit. Parameters of other dtypes, such as
+    float32 adapters, train as they would without this function.
 
-    A parameter that something else sets, such as `jgg.optim.qk_clip`, `jgg.nnx.load_params` or an average of weights,
-    counts: each number that is not its master, rounded, becomes the master with the next update.
+    If something else sets a parameter, such as `jgg.optim.qk_clip`, `jgg.nnx.load_params` or an average of weights, the
+    masters follow: with the next update, each number that differs from its rounded master becomes the master.
 
     Examples:
       >>> optimizer = jgg.train.float32_masters(optax.adamw(1e-4))
@@ -48,12 +48,12 @@ def float32_masters(
       optimizer: the optimizer of optax for the masters. It gets gradients and parameters in float32.
 
     Returns:
-      An optimizer of optax, which must be the last of a chain. What takes or leaves an optimizer's updates goes within,
-      as in `float32_masters(optax.apply_if_finite(optimizer, 5))`, and so does `optax.MultiSteps`, which then adds up
-      gradients in float32. `init` takes the parameters for the masters' first values. `update` needs the parameters,
-      and returns updates in float32: `optax.apply_updates` gives each parameter the master's value, rounded to nearest.
-      If that is less than 2**-15 of the parameter's value before (for float16: 2**-12), it can be off by up to 2**-24
-      of that one, and the master takes its value with the next update.
+      An optax optimizer, which must be the last of a chain. Anything that modifies or skips an optimizer's updates goes
+      inside, as in `float32_masters(optax.apply_if_finite(optimizer, 5))`. So does `optax.MultiSteps`, which then adds
+      up gradients in float32. `init` takes the masters' first values from the parameters. `update` needs the
+      parameters, and returns updates in float32: `optax.apply_updates` gives each parameter the master's value, rounded
+      to nearest. If that value is less than 2**-15 (for float16: 2**-12) of the parameter's previous value, it can be
+      off by up to 2**-24 of the previous value, and the master takes the parameter's value with the next update.
     """
     if isinstance(optimizer, optax.MultiSteps):
         optimizer = optimizer.gradient_transformation()

@@ -22,12 +22,12 @@ class Speed(NamedTuple):
     Attributes:
       tokens: number of tokens in the sequences of these steps.
       seconds: time that the steps took.
-      mfu: model FLOPs utilization, the FLOPs that the model needs over what the devices could do at most in bfloat16;
-        None if that is unknown. For each token and each parameter of a matrix that acts on it (top-k of the experts)
-        the FLOPs are 2 for the forward pass, 2 for the gradient of x and, if the matrix is trained, 2 for its own.
-        Attention needs 12 for each feature of the heads and each token attended to. What rematerialization repeats
-        does not count (Chowdhery et al., PaLM, 2022, appendix B).
-      peak_memory: bytes that were in use at most on the first device since the process began; None if unknown.
+      mfu: model FLOPs utilization, the FLOPs that the model needs as a fraction of the devices' bfloat16 peak; None if
+        the peak is unknown. Each token counts, per parameter of a matrix that acts on it (top-k of the experts), 2
+        FLOPs for the forward pass, 2 for the gradient of x and, if the matrix is trained, 2 for the matrix's gradient.
+        Attention counts 12 per feature of the heads and token attended to. Recomputation by rematerialization does not
+        count (Chowdhery et al., PaLM, 2022, appendix B).
+      peak_memory: most bytes in use on the first device since the process began; None if unknown.
     """
 
     tokens: int

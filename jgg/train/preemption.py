@@ -12,10 +12,10 @@ import orbax.checkpoint as ocp
 
 
 class Preempted(RuntimeError):
-    """SIGTERM stopped a run before its last step, and the checkpoint of `step` is written.
+    """SIGTERM stopped a run before its last step, after the checkpoint of `step` was written.
 
     Attributes:
-      step: number of the last step that was made; 0 if none was.
+      step: number of the last finished step; 0 if there is none.
     """
 
     def __init__(self, step: int) -> None:

@@ -1,4 +1,4 @@
-"""Lets all reads of a checkpoint end where one of them fails.
+"""Lets all reads of a checkpoint finish if one of them fails.
 
 Orbax closes its event loop then. TensorStore tells the loop of each later read, and for each a traceback is written.
 """

@@ -9,7 +9,7 @@ from jgg.core.files import check_regular, replace_text
 
 
 def note_run(path: Path, options: Mapping[str, object], noted: Mapping[str, object], comment: str = "") -> None:
-    """Writes the options of a run, which `jgg COMMAND --config` reads, and further values as a table [noted].
+    """Writes the options of a run, for `jgg COMMAND --config` to read, and further values as a table [noted].
 
     Options that are None are left out. Values are strings, paths, numbers, bools and lists of them.
     """
@@ -24,19 +24,19 @@ def changes(
 ) -> list[str]:
     """What differs from the run that `path` notes, each as "NAME is VALUE, was VALUE"; options in `free` may differ.
 
-    Raises: ValueError: the file is no TOML file.
+    Raises: ValueError: the file is not TOML.
     """
     before, before_noted = _read(path)
     return _changes(before, _plain(options), free) + _changes(before_noted, _plain(noted), ())
 
 
 def check_notes(path: Path, *names: str) -> None:
-    """Raises FileExistsError or ValueError if there is something else than the notes of a run at a path.
+    """Raises FileExistsError or ValueError if a path exists and does not hold the notes of a run.
 
     Args:
-      names: those of further values that each run notes.
+      names: the names of the further values that each run notes.
 
-    Raises: ValueError: it is no TOML file. OSError: it cannot be read.
+    Raises: ValueError: it is not TOML. OSError: it cannot be read.
     """
     if path.exists() and not set(names) <= _read(path)[1].keys():
         raise FileExistsError(f"{path} is there and notes no run: choose another name")
@@ -45,7 +45,7 @@ def check_notes(path: Path, *names: str) -> None:
 def noted_in(path: Path) -> dict[str, object]:
     """The further values that a file notes of a run.
 
-    Raises: ValueError: the file is no TOML file.
+    Raises: ValueError: the file is not TOML.
     """
     return _read(path)[1]
 

@@ -151,9 +151,9 @@ def own_arrays(state: State) -> None:
 
 
 def owned(values: list[Any]) -> Iterator[jax.Array]:
-    """Yields arrays of values, and a copy of each array that something else refers to or that is there twice.
+    """Yields the values' arrays, copying each one that occurs twice or that something else refers to.
 
-    The list is emptied, so that no array is there longer than its copy needs it.
+    Empties the list, so that no array stays in memory longer than its copy needs it.
     """
     values.reverse()
     while values:
