@@ -25,12 +25,12 @@ class Way(enum.Enum):
 
 
 def choose(q: jax.Array, v: jax.Array, window: int | None, *, has_segments: bool, gpu: int | None) -> Way:
-    """The way in which queries q [B, S, heads, D] attend to values v [B, S, kv heads, features of a value].
+    """How queries q [B, S, heads, D] attend to values v [B, S, kv heads, features of a value].
 
     Args:
       window: how many of the last tokens a token attends to; None for all.
       has_segments: whether rows have segments.
-      gpu: compute capability of the GPU, 0 for one that is not known, None where there is none.
+      gpu: compute capability of the GPU; 0 if unknown, None without a GPU.
     """
     batch, length, heads, _ = q.shape
     features, largest = max(q.shape[3], v.shape[3]), 256 if gpu == 90 else 128

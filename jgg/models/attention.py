@@ -45,13 +45,13 @@ class Place(NamedTuple):
       layer: int32 [], the layer's index in its stack.
       window: how many of the last tokens one attends to, itself included; None for all, in all layers.
       is_local: bool [], whether this layer has the window; None if all have it.
-      segments: int32 [B, S], the segment of each token, which attends to no other; None for one. Without a cache.
+      segments: int32 [B, S], the segment of each token; it attends to no other segment. None for one. Without a cache.
       mask: bool [B, S], the tokens that go to experts; None for all. Attention does not look at it.
       lengths: int32 [B], of the sequences; None if all have S tokens. The keys and values of what follows are zero: a
         NaN in them would reach tokens that do not attend to them, as 0 * NaN is NaN.
       start: with a cache, the position of the first of the S tokens in all sequences, an int or int32 []: they attend
-        to the cached tokens before it too, and their positions must be start, start + 1, ... None or 0 if none are
-        before them.
+        to the cached tokens before it too, and their positions must be start, start + 1, ... None or 0 if there
+        are none.
       topk_indices: integer [B, S, k], the experts of each token in this layer, -1 for a choice of the router; None if
         the router makes all choices.
       adapters: whether the layer has its LoRA adapters.
@@ -77,7 +77,7 @@ class Place(NamedTuple):
         return self.start is not None and not (isinstance(self.start, int) and self.start == 0)
 
     def starts(self, shape: tuple[int, ...], chunk: int | None = None) -> jax.Array | None:
-        """Where the segment of each of the tokens [B, S], or its chunk of a segment, begins; None if all begin at 0.
+        """Where each token's segment, or its chunk of a segment, begins, [B, S]; None if all begin at 0.
 
         The tokens attend to each other alone.
         """

@@ -22,7 +22,7 @@ _LARGEST_RATE, _SMALLEST_RATE = 16.0, 0.01  # of new layers' decays, from which 
 
 
 class States(NamedTuple):
-    """What stacked layers keep of the tokens so far; it does not grow with them.
+    """What stacked layers keep of the tokens so far; its size does not depend on their number.
 
     Attributes:
       seen: [layers, B, W - 1, channels], what a convolution of W tokens took of the last ones; zeros before the first.

@@ -32,10 +32,10 @@ def delta_rule(
     epsilon: float = EPSILON,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Results and last states of B rows of S tokens; differentiable, and right for any S, 0 and 1 among them.
+    """Results and last states of B rows of S tokens; differentiable, and correct for any S, including 0 and 1.
 
-    q and k are normalized first, each head's features x as x / sqrt(sum(x ** 2) + epsilon). Value heads that follow
-    each other share a key head. A head's state S [K, V] then takes the tokens one after the other:
+    q and k are normalized first, each head's features x as x / sqrt(sum(x ** 2) + epsilon). Consecutive
+    value heads share a key head. A head's state S [K, V] then takes the tokens one by one:
 
         S = exp(log_decay) S;    S = S + beta k (v - k^T S)^T;    y = scale q^T S
 
@@ -47,7 +47,7 @@ def delta_rule(
       log_decay: float32 [B, S, value heads], finite and at most 0.
       beta: float32 [B, S, value heads], from 0 to 2.
       state: float32 [B, value heads, K, V], the states before the first tokens; None for zeros.
-      resets: bool [B, S], the tokens before which the state becomes zero, as the first of each packed sequence; None
+      resets: bool [B, S], the tokens that start from a zero state, such as the first of each packed sequence; None
         for none.
       scale: the factor of the results.
       epsilon: what is added to the sums of squares.
@@ -78,12 +78,12 @@ def delta_rule_one(
     epsilon: float = EPSILON,
     implementation: str | None = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`delta_rule` for one token of each sequence, which a kernel writes into the states of a stack of layers.
+    """`delta_rule` for one token per sequence; a kernel updates the states of a stack of layers in place.
 
     Args:
       q, k, v, log_decay, beta: as in `delta_rule`, without the axis of S.
       states: float32 [layers, B, value heads, K, V].
-      layer: int32 [], whose states are taken and updated.
+      layer: int32 [], the layer whose states are read and updated.
       scale, epsilon, implementation: as in `delta_rule`.
 
     Returns: (y [B, value heads, V] in the dtype of v, the states).

@@ -14,10 +14,10 @@ def embedded(table: jax.Array, tokens: jax.Array) -> jax.Array:
 
 
 def embed(table: jax.Array, tokens: jax.Array) -> jax.Array:
-    """Computes `embedded`, with a gradient that is right however devices split tokens.
+    """Computes `embedded`, with a correct gradient however devices split tokens.
 
     The table's gradient is a scatter. Where devices split sequences unevenly over one axis of a mesh that has another,
-    XLA's partitioner adds the values of its own padding to row 0 of a scatter. So that row is computed apart.
+    XLA's partitioner adds the values of its own padding to row 0 of a scatter. So this computes row 0 separately.
     """
     return _embed(jax.ShapeDtypeStruct(table.shape, table.dtype), *alike((table, tokens)))
 

@@ -94,7 +94,7 @@ def set_params(
     rngs: nnx.Rngs,
     **initializers: Initializer,
 ) -> None:
-    """Gives a module a parameter for each shape: matrices "w_..." random, norms "..._norm" one, all others zero.
+    """Gives a module one parameter per shape: random for matrices "w_...", ones for norms "..._norm", else zeros.
 
     Args:
       module, shapes, options, rngs: the module, the shapes by name, and how arrays are created.
@@ -113,9 +113,9 @@ def set_params(
 
 
 def linear(module: nnx.Module, x: jax.Array, name: str, options: Options, adapters: bool = True) -> jax.Array:
-    """A module's matrix "w_name", with its adapter and its bias "b_name", where it has them, applied to x.
+    """Applies a module's matrix "w_name" to x, with its adapter and its bias "b_name" if it has them.
 
-    Without `adapters` it has no adapter.
+    Without `adapters`, the adapter is left out.
     """
     return dense(
         x,

@@ -1,4 +1,4 @@
-"""RMS norms of a decoder: each in one kernel on a GPU, with the residual that is added before, else in plain JAX."""
+"""RMS norms of a decoder. On a GPU one kernel adds the residual and normalizes; elsewhere it is plain JAX."""
 
 import functools
 import math
@@ -63,9 +63,9 @@ def sum_and_norm(
 
 
 def residual(x: jax.Array, added: jax.Array, added_scale: float) -> jax.Array:
-    """x + added * added_scale in plain JAX, with the same bits in whichever fusion XLA computes it.
+    """x + added * added_scale in plain JAX, with the same bits however XLA fuses it.
 
-    Of 16-bit numbers they are those of the total of `add_and_norm` too.
+    For 16-bit numbers, `add_and_norm` gives its total the same bits too.
     """
     if added_scale == 1:
         return x + added

@@ -31,10 +31,10 @@ def checked_sharding(sharding: MoESharding | None) -> MoESharding | None:
 def spec_of(path: tuple[str, ...], shape: tuple[int, ...], sharding: MoESharding) -> P:
     """The PartitionSpec of a parameter of one layer, or of a parameter outside the layers.
 
-    Experts are split as `jgg.nnx.MoE` splits them. With an fsdp axis, all else is split over the devices along it and
-    along the expert axis, whose sequences differ; where these divide no axis of a matrix, over those along fsdp alone.
-    It is split along the first axis that the devices divide, so that what they gather is in order. Vectors, and
-    matrices without such an axis, are whole on each device.
+    Experts are split as in `jgg.nnx.MoE`. With an fsdp axis, everything else is split over the devices along that axis
+    and along the expert axis, whose sequences differ. If these devices divide no axis of a matrix, it is split over
+    those along fsdp alone. The first axis that the devices divide is split, so that what they gather is in order.
+    Vectors, and matrices without such an axis, are whole on each device.
     """
     experts = sharding.weight_specs("ekn")
     if "moe" in path and path[-1] in experts:
@@ -101,7 +101,7 @@ def split_init(
 def gathered[State](state: State, sharding: MoESharding | None, dtype: DTypeLike) -> State:
     """The parameters of one layer, with all split ones gathered except for the experts'.
 
-    Matrices are rounded to `dtype` before, which all products but the router's are computed in.
+    Before that, matrices are rounded to `dtype`, the dtype of all products but the router's.
     """
     if sharding is None or not gathers(sharding):
         return state

@@ -1,6 +1,6 @@
-"""Draws tokens by their logits, each row by a key of its own, so that a draw does not depend on the other rows.
+"""Samples tokens from logits. Each row has its own key, so a sample does not depend on the other rows.
 
-What decides which tokens are drawn from are counts and sums of integers, which are the same in any order.
+Integer counts and sums decide which tokens are sampled from, and these are the same in any order.
 """
 
 from typing import NamedTuple
@@ -19,15 +19,15 @@ _LEAST = float(jnp.finfo(jnp.float32).min)
 
 
 class Sampling(NamedTuple):
-    """How the tokens of R rows are drawn.
+    """How the tokens of R rows are sampled.
 
     Attributes:
-      temperatures: float32 [R], what logits are divided by; 0 takes the likeliest token.
+      temperatures: float32 [R], sampling temperatures; 0 decodes greedily.
       keys: random keys [R].
       top_k: int32 [R], samples only from the k likeliest tokens, ties included; None for all.
-      top_p: float32 [R], draws among the likeliest of them that together have this part of their probability; None for
-        all.
-      min_p: float32 [R], draws among those that have at least this part of the likeliest one's probability; None for
+      top_p: float32 [R], samples from the likeliest of these that together have at least this share of their
+        probability; None for all.
+      min_p: float32 [R], samples from those with at least this fraction of the likeliest one's probability; None for
         all.
     """
 

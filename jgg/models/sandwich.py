@@ -35,7 +35,7 @@ class _Branches(NamedTuple):
 
 
 class SandwichLayer(Layer):
-    """A mixer, then experts and a dense MLP side by side; what each gives is normalized too, before it is added.
+    """A mixer, then experts and a dense MLP in parallel; each one's output is normalized too before it is added.
 
     With N for an RMS norm, each of its own weight,
 
@@ -43,7 +43,7 @@ class SandwichLayer(Layer):
         x = (x + N(N(mlp(N(x))) + N(experts(N(x), routed by N(x))))) * scale
 
     The router's norm has its own weight too, `router_norm`, divided by the square root of the features. `scale` [1] is
-    no parameter: it is stored, and not trained.
+    not a parameter: it is stored, but not trained.
     """
 
     norms: ClassVar[tuple[str, ...]] = (

@@ -1,6 +1,6 @@
 """Parts of a sharded model that each device computes for its own sequences in a `jax.shard_map`, so that kernels can.
 
-Experts are no such part: `jgg.nnx.MoE` has a `jax.shard_map` of its own, in which their tokens are exchanged.
+Experts are not among them: `jgg.nnx.MoE` has its own `jax.shard_map`, which exchanges their tokens.
 """
 
 from collections.abc import Callable

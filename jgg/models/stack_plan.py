@@ -11,7 +11,7 @@ _LONGEST = 16  # layers of a period
 
 @dataclasses.dataclass(frozen=True)
 class StackPlan:
-    """Layers that are alike: a decoder stacks their parameters, with the layer as the first axis.
+    """Layers with the same shapes: a decoder stacks their parameters, with the layer as the first axis.
 
     Attributes:
       name: the attribute of a `Decoder` that has them.
@@ -56,10 +56,10 @@ class StackPlan:
 
 
 class Period(NamedTuple):
-    """Layers that run one after the other, and then all of them again with the stacks' next parameters.
+    """Layers that run in sequence, and are then all repeated with the stacks' next parameters.
 
     Attributes:
-      names: the stacks' names, in the order in which their layers run. A stack may be there more than once.
+      names: the stacks' names, in the order their layers run. A stack may occur more than once.
       repeats: how many times they run.
     """
 
@@ -98,9 +98,9 @@ def _share_a_stack(variants: set[MixerConfig]) -> bool:
 
 
 def schedule_of(names: Sequence[str]) -> tuple[Period, ...]:
-    """The periods in which layers of these stacks run, such that the fewest layers are compiled.
+    """The periods to run the layers of these stacks in, chosen so that the fewest layers are compiled.
 
-    For example, "a b b b a b b b" is the period "a b b b" twice, and "a b b b" is "a" and three times "b".
+    For example, "a b b b a b b b" is the period "a b b b" twice, and "a b b b" is "a" once and "b" three times.
     """
     best: list[tuple[int, tuple[Period, ...]]] = [(0, ())]  # for the first layers: how many are compiled, and how
     matches = [0] * (_LONGEST + 1)  # by size: how many of the last layers are those of as many before

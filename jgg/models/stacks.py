@@ -52,13 +52,13 @@ def rotations_of(config: ModelConfig, positions: jax.Array) -> Rotations:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Stack:
-    """Stacked layers at one place of a period: another one of them runs each time that the period does.
+    """Stacked layers at one place of a period: each time the period runs, the next one of them runs.
 
     Attributes:
       plan: what is said of all layers of the stack.
       graphdef, state: of all these layers, from `nnx.split`.
       options: those of the decoder.
-      first: the place in the stack of the layer that runs when the period does for the first time.
+      first: the index in the stack of the layer that runs in the first round of the period.
       offset, stride: its place among the stack's layers in the period, and how many these are.
       repeats: how many times the period runs.
       rotations: of each rotary embedding of the model, from `rotations_of`.
@@ -149,7 +149,7 @@ def periods_of(
     place: Callable[..., Place],
     topk_indices: jax.Array | None,
 ) -> Iterator[list[Stack]]:
-    """The stacks of each period, in the order in which their layers run.
+    """The stacks of each period, in the order their layers run.
 
     Args:
       layers: the stacked layers of each of `config.plan`, by its name.
