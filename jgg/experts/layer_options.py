@@ -55,7 +55,7 @@ class LayerOptions:
       lora_rank: r, the rank of LoRA adapters; None for no adapters. A matrix with an adapter gets no gradient. The
         adapter of w [E, K, N] is two parameters, a [E, K, r] and b [E, r, N], whose names are the name of w plus
         "_lora_a" and "_lora_b". It adds `lora_alpha / lora_rank * a @ b` to w. A tuple has one rank per target.
-      lora_alpha: a number that is not trained, or a tuple with one per target; None for lora_rank, that is, a scale of 1.
+      lora_alpha: a number that is not trained, or a tuple with one per target; None for lora_rank, so a scale of 1.
       lora_targets: the matrices that have adapters: the experts' "w_gate_up" and "w_down", the shared experts'
         "w_shared_gate_up" [H, N] and "w_shared_down" [K, H], and the router's "w_router" [H, E]. Adapters of the last
         three have no axis for experts.
