@@ -74,14 +74,14 @@ def new_file(text: str) -> pathlib.Path:
 
 
 def path(text: str) -> pathlib.Path:
-    """Argument type: a path, of which "" is none: pathlib takes it for the working folder."""
+    """Argument type: a path other than "", which pathlib takes for the working folder."""
     if not text:
         raise argparse.ArgumentTypeError("must be a path, got ''")
     return pathlib.Path(text)
 
 
 def named_folder(text: str) -> pathlib.Path:
-    """Argument type: a folder that has a name, by which files beside it are named."""
+    """Argument type: a folder that has a name; files next to it are named after it."""
     folder = path(text)
     if folder.absolute().name in ("", ".."):
         raise argparse.ArgumentTypeError(f"must end in the name of a folder, got {text!r}")

@@ -1,4 +1,4 @@
-"""Time grouped GEMMs on this machine, beside a dense product and `jax.lax.ragged_dot`, and check every result."""
+"""Time grouped GEMMs on this machine against a dense product and `jax.lax.ragged_dot`, and check every result."""
 
 import dataclasses
 import functools
@@ -146,7 +146,7 @@ def in_one_way(prepare: Callable[[str, GroupedGemmProblem, dict[str, Any]], ways
 
 
 def peers_of(args) -> dict[str, Measure]:
-    """The products beside jgg's: a dense one, and XLA's grouped product or, for FP8, jgg's own in bfloat16."""
+    """The products to compare jgg's with: a dense one, and XLA's grouped product or, for FP8, jgg's own in bfloat16."""
     grouped = {"bfloat16": ways.in_bfloat16} if args.dtype == FP8 else {"ragged_dot": ways.ragged_dot}
     return {name: in_one_way(prepare) for name, prepare in {DENSE: ways.dense, **grouped}.items()}
 

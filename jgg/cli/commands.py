@@ -90,7 +90,7 @@ class Demo(Options):
 
 @dataclasses.dataclass(kw_only=True)
 class Bench(Products):
-    """Time grouped GEMMs on this machine, beside a dense product and jax.lax.ragged_dot, and check every result."""
+    """Time grouped GEMMs on this machine against a dense product and jax.lax.ragged_dot, and check every result."""
 
     example = "jgg bench --layer qwen3-30b-a3b --dtype fp8"
     page = "command/#measure"

@@ -12,7 +12,7 @@ _SITE = "https://jgg-project.github.io/jgg/latest"
 
 @dataclasses.dataclass(frozen=True)
 class Declaration:
-    """What is said of an option beside its name and its type in Python.
+    """What an option has in addition to its name and its type in Python.
 
     Attributes:
       group: the heading of --help that it stands under.
@@ -87,7 +87,7 @@ def switch(group: str, what: str, **settings: Any) -> Any:
 
 
 def changed(options: type, name: str, **changes: Any) -> Any:
-    """A field like that of other options, with another default or other settings."""
+    """A copy of a field of other options, with another default or other settings."""
     (field,) = (field for field in dataclasses.fields(options) if field.name == name)
     return _field(field.metadata["option"], **changes)
 

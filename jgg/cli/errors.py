@@ -58,7 +58,7 @@ def enough_memory(options: str) -> Iterator[None]:
 
 
 def _share_of_gpu() -> str:
-    """How much of the GPU's memory JAX may use, and by which setting; nothing without a GPU."""
+    """How much of the GPU's memory JAX may use, and the setting that limits it; nothing without a GPU."""
     import jax
 
     if jax.default_backend() != "gpu":

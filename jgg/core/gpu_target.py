@@ -14,7 +14,7 @@ class Target:
 
     Attributes:
       compute_capability: 10 * major + minor, such as 90 for sm_90.
-      num_sms: multiprocessors, each of which runs one or more persistent programs.
+      num_sms: multiprocessors; each runs one or more persistent programs.
       name: as the driver gives it, such as "NVIDIA H200"; "" if no device was asked for it.
       is_interpreted: whether it stands for Triton's interpreter, which runs only plain Triton kernels.
     """

@@ -9,10 +9,10 @@ from jgg.core.quantized import QuantizedArray, WeightForms
 
 
 class Factors(NamedTuple):
-    """The factors of a low-rank term beside weights: a and b of a `jgg.LowRank`, b times its scale.
+    """The factors of a low-rank term added to weights: a and b of a `jgg.LowRank`, b times its scale.
 
     Attributes:
-      a: [E, r, K] beside w [E, N, K], [E, K, r] beside w [E, K, N].
+      a: [E, r, K] for w [E, N, K], [E, K, r] for w [E, K, N].
       b: [E, N, r] or [E, r, N].
     """
 
@@ -27,7 +27,7 @@ class Matrix(NamedTuple):
     and a product reads the one that it can multiply by. The gradient of a Matrix has `dense` and `factors`.
 
     Attributes:
-      dense: float [E, N, K] or [E, K, N], by the layer's `w_layout`; its dtype may be wider than that of the rows.
+      dense: float [E, N, K] or [E, K, N], by the layer's `w_layout`; its dtype may be wider than the rows' dtype.
       straight: quantized, in the same layout.
       transposed: quantized, with rows and columns exchanged. Kernels read both operands of a quantized product along
         the reduced axis, so the forward product multiplies by one form and dX by the other.
@@ -53,11 +53,11 @@ class Matrix(NamedTuple):
 
     @property
     def is_trained(self) -> bool:
-        """Whether there are dense weights without a low-rank term: experts' weights beside one are frozen."""
+        """Whether there are dense weights and no low-rank term, which would freeze them."""
         return self.dense is not None and self.factors is None
 
     def beside(self, factors: Factors) -> Self:
-        """The same beside a low-rank term, and so without a gradient of the weights."""
+        """The same with a low-rank term, and so without a gradient of the weights."""
         return jax.lax.stop_gradient(self._replace(factors=None))._replace(factors=factors)
 
     def with_forms(self, forms: WeightForms) -> Self:

@@ -74,7 +74,7 @@ class AttentionConfig(MixerConfig):
     """Attention with grouped queries.
 
     Attributes:
-      num_heads, num_kv_heads: heads of the queries, and of the keys and values, each of which several queries share.
+      num_heads, num_kv_heads: query heads, and key/value heads. Several query heads share one key/value head.
       head_features: D, features of a head.
       scale: factor of the products of queries and keys.
       qk_norm: "head" if each head of queries and keys is normalized, "unit" if so without weights, "all" if all heads
@@ -85,11 +85,11 @@ class AttentionConfig(MixerConfig):
         Without partial rotation and norms of each head.
       use_sinks: each head has a logit that takes part in the softmax and adds nothing to its result.
       norm_values: whether each head of values is normalized, without a weight.
-      are_keys_values: whether values are the product that gives keys, as it is before norm and rotary embedding.
+      are_keys_values: whether values are the keys before norm and rotary embedding, without a projection of their own.
       use_gate: each head's result is scaled by the sigmoid of D more projections of x. They are columns of w_q, after
         the head's own D of its queries.
-      chunk: a sequence's first tokens, so many, attend to each other alone, and so do the next; None for all. Without
-        a window.
+      chunk: tokens per chunk. A sequence is divided into chunks from its start, and tokens attend only within their
+        own; None for no chunks. Without a window.
       temperature_scale, temperature_floor: a query at position p is multiplied by 1 + temperature_scale * log(1 +
         floor((p + 1) / temperature_floor)).
     """
@@ -163,8 +163,8 @@ class LatentConfig(MixerConfig):
       num_heads: heads of queries, keys and values.
       q_rank: features of the vector that queries are products with; None if they are products with x.
       kv_rank: features of the vector that keys and values are products with, the latent.
-      plain_features, rotated_features: features of a head of queries and keys that are not rotated, and those that are.
-        The rotated ones of a key follow from x, and all heads share them.
+      plain_features, rotated_features: features of a query or key head without and with rotary embedding. A key's
+        rotated features are projected directly from x, and all heads share them.
       value_features: features of a head of values.
       scale: factor of the products of queries and keys.
       is_interleaved: whether the two features of a rotated pair are neighbours; otherwise the halves have one of each.

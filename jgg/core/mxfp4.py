@@ -4,7 +4,7 @@ A number is E2M1: a sign, two bits of exponent and one of mantissa, so 0, 0.5, 1
 scale is E8M0: the byte e stands for 2**(e - 127), and 255 for NaN. Of the two numbers in a byte, which follow each
 other along the axis that is packed, the low four bits are the first.
 
-Source: OCP Microscaling Formats (MX) Specification 1.0; the order in a byte is that of `convert_moe_packed_tensors` of
+Source: OCP Microscaling Formats (MX) Specification 1.0; the order in a byte matches `convert_moe_packed_tensors` in
 transformers.
 """
 

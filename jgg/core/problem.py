@@ -202,7 +202,7 @@ class GroupedGemmProblem:
 
 
 def has_few_rows(num_rows: int, num_groups: int, target: Target) -> bool:
-    """Whether groups have so few rows, on average, that quantized weights are best read as they are stored.
+    """Whether groups have so few rows, on average, that quantized weights are best read in their stored form.
 
     They are then converted to the dtype of x on the way. A symbolic number of rows counts as many.
     """

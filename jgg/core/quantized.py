@@ -61,7 +61,7 @@ class QuantizedArray:
       values: float8_e4m3fn or float8_e5m2 [..., rows, columns]; or uint8 [..., rows / 2, columns] or
         [..., rows, columns / 2], two numbers of 4 bits in a byte, the first in the low bits.
       scales: float32 [..., rows / rows of a block, columns / columns of a block], rounded up; or uint8 of that shape,
-        of which e stands for 2**(e - 127), and 255 for NaN.
+        where e stands for 2**(e - 127), and 255 for NaN.
     """
 
     values: jax.Array | np.ndarray
@@ -73,7 +73,7 @@ class QuantizedArray:
 
     @classmethod
     def from_qwix(cls, array: QArray) -> "QuantizedArray":
-        """Converts a QArray of the qwix library: keeps its values as they are and repeats its scales for each block.
+        """Converts a QArray of the qwix library: keeps its values and repeats its scales for each block.
 
         Args:
           array: a QArray [..., rows, columns] in FP8, symmetric, with scales of any tiles or of whole axes.
@@ -182,7 +182,7 @@ class ToQuantize:
 
 
 class WeightForms(NamedTuple):
-    """Quantized weights: as they are, and with rows and columns exchanged.
+    """Quantized weights in two forms: straight, and with rows and columns exchanged.
 
     Kernels read both operands of a quantized product along the reduced axis, so that the forward product multiplies by
     one form and dX by the other.
@@ -202,7 +202,7 @@ class QuantizedWeights:
 
     Attributes:
       array: [E, rows, columns].
-      forms: the same in FP8, twice: as it is, and with rows and columns exchanged.
+      forms: the same weights in FP8, in two forms: straight, and with rows and columns exchanged.
     """
 
     array: jax.Array
@@ -240,7 +240,7 @@ def count_numbers(tree: object) -> int:
 
 
 def as_bits(array: Any) -> jax.Array:
-    """An array in FP8 as uint8, any other as it is.
+    """An array in FP8 as uint8, any other unchanged.
 
     Loops on a CPU read the bits, because XLA would keep FP8 values as 16-bit floats there.
     """
@@ -305,7 +305,7 @@ def quantize(array: jax.Array, block: tuple[int, int], stored_as: Format) -> Qua
 
 
 def _rounded(values: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """float32 values rounded to the nearest numbers of an FP8 dtype, none of which they exceed.
+    """float32 values within the range of an FP8 dtype, rounded to its nearest numbers.
 
     XLA on a GPU removes a conversion to a narrower dtype and back, and then nothing would be rounded; see
     xla_allow_excess_precision.

@@ -1,4 +1,4 @@
-"""`batches`: the batches of training and evaluation, each of which depends on its number alone; grain orders them."""
+"""`batches`: batches for training and evaluation. Each depends on its number alone; grain orders them."""
 
 import datetime
 import functools
@@ -41,8 +41,7 @@ class Batches:
       fill: the share of the positions in sequences that have a token.
       end_tokens: the tokens with which examples, and turns of an assistant in them, end, sorted.
       largest_token: the largest token, which `check_vocabulary` can compare with a model's vocabulary.
-      digest: a hash, in hexadecimal digits, of the tokens, of which are learned, and of their weights. A run that
-        resumes compares it.
+      digest: hex digest of the tokens, the loss mask and the weights. A run that resumes compares it.
     """
 
     def __init__(
@@ -137,14 +136,14 @@ def batches(
     - "tokens" and "targets", int32: a token and the one behind it; 0 where there is none.
     - "segments", int32: 1, 2, ... for the examples of a sequence, which attend to themselves alone; 0 for padding.
     - "weights", float32: what the losses of the targets are multiplied by. It is 0 where a target is not learned, else
-      the row's weight times a factor of the batch, by which the weights of the batch add up to `accumulate`. So if the
+      the row's weight times a factor that makes the weights of the batch add up to `accumulate`. So if the
       loss of a part is the sum of its weighted losses, the mean over the parts is the weighted mean over all learned
       tokens.
 
     Args:
       data: a file; a list of files, which are read as one; or {file: share} to mix files. The learned tokens of the
         files, counted by their weights, are then in the proportion of these positive numbers, however large the files
-        are, and a file begins anew when it ends. `rows` says what a file may be, `examples_of` what a row may be.
+        are, and a file starts over when it ends. `rows` says what a file may be, `examples_of` what a row may be.
       tokenizer: what `load_tokenizer` returned.
       length: tokens of a sequence.
       batch_size: sequences that are computed at once.

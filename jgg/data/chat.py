@@ -194,7 +194,7 @@ def _compared(conversation: Conversation, turns: list[int]) -> list[Text]:
 
 
 def _learn_turn(conversation: Conversation, marking: _Marking, turn: int) -> bool:
-    """Marks a turn in a text that goes on; False if the text has it not as it is when it is the last."""
+    """Marks a turn in a text that goes on; False if the turn reads differently as the last one."""
     start, alone = conversation.start(turn, marking.text), conversation.text(turn + 1)
     if start is None:
         return False

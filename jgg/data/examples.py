@@ -36,7 +36,7 @@ def examples_of(
     A row is a dict with one of these:
 
     - "prompt" and "completion", tokenized as one text; the completion is learned.
-    - "text", all of which is learned.
+    - "text"; the whole text is learned.
     - "messages", and maybe "tools", a list or the JSON of one; the messages of the assistant are learned, except those
       with "weight" 0 or "train" false.
 

@@ -78,7 +78,7 @@ class Conversation:
         return max(len(before), shared_length(whole, prompt, *others))
 
     def end(self, turn: int, tokens: Sequence[int]) -> int | None:
-        """The token by which the template ends an assistant's message, the last; None if the assistant could go on.
+        """The last token of the template's ending of an assistant's message; None if the assistant could go on.
 
         Args:
           turn: the message's number.
@@ -99,7 +99,7 @@ class Conversation:
         return self._write(self._messages[:count], asks_for_more)
 
     def _instead(self, turn: int, message: Message) -> str | None:
-        """The text that ends with another message in the place of one; None if the template does not take it."""
+        """The text up to a turn, with another message instead of it; None if the template does not take the message."""
         try:
             return self._write([*self._messages[:turn], message]).text
         except UnmarkedError:
@@ -133,5 +133,5 @@ def _failed(error: Exception) -> UnmarkedError:
 
 
 def _dated(template: str, date: datetime.date | None) -> str:
-    """The template with a date in the place of today's; transformers lets no other function take strftime_now's."""
+    """The template with a fixed date for today's; transformers does not let another function replace strftime_now."""
     return template if date is None else _TODAY.sub(lambda call: json.dumps(date.strftime(call[2])), template)

@@ -1,4 +1,4 @@
-"""Keeps the tokens of examples in a file without a name, which the system reads in as they are needed."""
+"""Keeps the tokens of examples in an unnamed file, which the system reads in on demand."""
 
 import datetime
 import errno
@@ -27,8 +27,8 @@ class Store(NamedTuple):
     """The examples of some files that have something to learn.
 
     Attributes:
-      tokens: of all, one example after the other, int32, in a mapped file; token t as it is where it is learned, else
-        as -1 - t.
+      tokens: of all, one example after the other, int32, in a mapped file; token t is t where it is learned, else
+        -1 - t.
       starts: where in `tokens` each example starts, int64 [examples].
       sizes: its number of tokens, int64 [examples], at least 2.
       weights: the weight of each learned token of it, float32 [examples].
@@ -39,7 +39,7 @@ class Store(NamedTuple):
       num_skipped: conversations that the chat template cannot mark.
       largest_token: the largest of all.
       end_tokens: the tokens with which examples that are not cut, and turns of an assistant in them, end, sorted.
-      digest: of the tokens, and of which are learned and how much; of hexadecimal digits.
+      digest: hex digest of the tokens, the loss mask and the weights.
     """
 
     tokens: np.ndarray
@@ -83,8 +83,7 @@ def fill(
       paths: the files, as `rows` takes them.
       tokenizer: what `load_tokenizer` returned.
       length: tokens of a sequence; examples of more than `length` + 1 tokens are cut, or divided.
-      splits: whether longer examples are divided into several, each of which begins with the last token of the one
-        before.
+      splits: whether longer examples are divided into several; each begins with the last token of the one before.
       end_token: see `examples_of`.
       date: see `encode_conversation`.
       skip_unmarked: whether rows of an `UnmarkedError` are skipped and counted.

@@ -45,7 +45,7 @@ def table_rows(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _python_rows(batch: Any, path: Path, first: int) -> list[object]:
-    """The rows of a batch, the first of which has the number `first`; raises ValueError that names a wrong one."""
+    """The rows of a batch, numbered from `first`; raises ValueError that names a wrong one."""
     try:
         return batch.to_pylist()
     except Exception as error:  # of any type, for values that Python cannot hold

@@ -63,7 +63,7 @@ class ExpertsReader:
     modules: list[str] = dataclasses.field(default_factory=list)
 
     def read(self, present: set[str], layer: int) -> dict[str, LowRank]:
-        """Returns the terms of a layer, of which these are the tensors."""
+        """Returns the terms of a layer from these tensors."""
         fused = re.compile(re.escape(PREFIX + self.own.fused_name(layer)) + r"\.(base_layer\.)*lora_")
         read = self._of_parameters if any(map(fused.match, present)) else self._of_modules
         return read(present, layer)
@@ -138,13 +138,13 @@ class ExpertsReader:
 
 
 def side_by_side(parts: Sequence[LowRank | None], width: int) -> LowRank:
-    """One term beside a matrix whose columns are those of several modules, some of which have a term.
+    """One term for a matrix that joins the columns of several modules, where some modules have a term.
 
     Args:
       parts: for each module a term of a [.., K, r] and b [.., r, width], or None. At least one is a term.
 
-    Returns: a has the parts' a side by side; b is zero outside the blocks of each. The scale is that of the first term;
-      b of another scale is multiplied by their ratio.
+    Returns: a has the parts' a side by side; b is zero outside the blocks of each. The scale is the first term's; b
+      of a term with another scale is multiplied by the ratio of the two.
     """
     terms = [part for part in parts if part is not None]
     first, a = terms[0], np.concatenate([term.a for term in terms], axis=-1)

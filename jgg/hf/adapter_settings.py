@@ -156,7 +156,7 @@ class AdapterSettings:
         )
 
     def with_terms(self, terms: Mapping[str, tuple[int, float]], experts: Collection[str]) -> "AdapterSettings":
-        """Returns settings by which the parameters that `terms` names have its ranks and scales.
+        """Returns settings that give the parameters in `terms` their ranks and scales.
 
         Args:
           terms: rank and scale by the name of a parameter.

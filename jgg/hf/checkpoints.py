@@ -101,7 +101,7 @@ def from_hf(
 def read_params(
     config: Mapping[str, object], tensors: Mapping[str, np.ndarray], layer: int, keep_quantized: Container[str]
 ) -> Iterator[tuple[str, np.ndarray | QuantizedArray]]:
-    """Yields the items of what `from_hf` returns, each as it is read; `keep_quantized` has the names of parameters."""
+    """Yields what `from_hf` returns, one item at a time; `keep_quantized` has the names of parameters."""
     own, shapes = family(config), param_shapes(config)
     how = quantization(config)
     quantized = None if how is None else QuantizedTensors(tensors, how)
@@ -189,8 +189,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
 
     Args:
       path: folder with model.safetensors or, if there is none, model.safetensors.index.json and the files that it
-        names. The names must not lead out of the folder, but the files may be symbolic links, as they are in the Hub's
-        cache.
+        names. The names must not lead out of the folder, but the files may be symbolic links, as in the Hub's cache.
 
     Raises:
       FileNotFoundError: there is no such folder, or a file of it is missing.

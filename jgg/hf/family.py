@@ -28,14 +28,14 @@ class Family:
       fused: the tensors that transformers 5 writes for these parameters instead, if it is asked for its own format,
         with names relative to the block `fused_block`. jgg reads them, and writes `tensors`.
       layer: the tensors of a layer's other parameters, with names relative to the layer; a model has some of them.
-      ends: the tensors of the parameters beside the layers.
+      ends: the tensors of the parameters outside the layers.
       prefix: the beginning of tensor names, before "layers.N.".
-      other_prefix: another beginning of tensor names, which `jgg.models` reads in the place of `prefix`; or None.
+      other_prefix: another beginning of tensor names, which `jgg.models` reads instead of `prefix`; or None.
       fused_block: name of the MoE block in transformers 5, if it differs from the checkpoints' name.
       ignored: patterns of the names of tensors that a folder may have though the model does not use them. Saving
         copies them from the folder that the model was loaded from.
       text_type: of a family whose config.json has its language model in "text_config", the model_type there.
-      outer: the keys of the language model that count beside "text_config" instead, with transformers' defaults.
+      outer: the language model's keys that are read next to "text_config", not in it, with transformers' defaults.
       is_swapped: True if PEFT takes the in-features of fused experts for their out-features, which it does where they
         are stored [E, in, out] and transformers does not say so.
       has_modules_in_peft: whether PEFT reads adapters of each expert's modules. It does for the types of models that
@@ -104,7 +104,7 @@ class Family:
           name: the parameter.
           layer: the layer's number.
           names: the names; where `tensors` and `fused` have the same, a mapping to what has a shape.
-          shape: that of the parameter, which then says which of them it is.
+          shape: the parameter's shape, which then tells the two apart.
         """
         own = self.tensors[name], self.fused.get(name, self.tensors[name])
         for block in (self.block_name(layer), self.fused_block_name(layer)):

@@ -1,4 +1,4 @@
-"""Families of folders that have a language model beside towers, which see images or hear."""
+"""Families of folders that have a language model and towers, which process images or sound."""
 
 import dataclasses
 import re
@@ -25,14 +25,14 @@ def in_multimodal(
     towers: tuple[str, ...],
     outer: Mapping[str, object],
 ) -> Family:
-    """The family of the folders that have a language model of another family beside towers.
+    """The family of the folders that have towers and a language model of another family.
 
     The tensors of towers are no part of the model.
 
     Args:
       text: the family of the language model alone, whose config.json is the "text_config" here.
       text_type: its model_type.
-      prefix: the beginning of its tensors' names, in the place of that in its own folders.
+      prefix: the beginning of its tensors' names here; its own folders have another.
       root: the beginning of the names that have no such prefix there, such as the head's.
       towers: the beginnings of the names of other tensors.
       outer: as in `Family`.

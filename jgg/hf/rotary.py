@@ -13,9 +13,9 @@ _LARGEST = float(np.finfo(np.float32).max)
 
 
 def read_rotary(settings: Settings, head_features: int, layer_type: str | None = None) -> RotaryConfig:
-    """The rotary embedding of heads of so many features.
+    """The rotary embedding of heads with `head_features` features.
 
-    transformers 5 writes all keys into "rope_parameters"; others write "rope_scaling", and some keys beside it.
+    transformers 5 writes all keys into "rope_parameters"; others write "rope_scaling", and some keys next to it.
 
     Args:
       settings: the settings.
@@ -99,7 +99,7 @@ def _rotated(settings: Settings, factor: object, head_features: int) -> int:
 
 
 def _proportional(frequencies: np.ndarray, part: object, given: dict[str, object]) -> np.ndarray:
-    """The frequencies of all pairs of a head, of which the last are 0, so that only a part of the pairs is rotated.
+    """The frequencies of all pairs of a head. The last ones are 0, so only a part of the pairs is rotated.
 
     Unlike those of a partial embedding, the two features of a pair are half a head apart. Takes its keys out of
     `given`. Source: `_compute_proportional_rope_parameters` of transformers.
@@ -148,7 +148,7 @@ def _llama3(frequencies: np.ndarray, context: float, given: dict[str, object]) -
 
 
 def _slowed(frequencies: np.ndarray, factor: float, part: np.ndarray | float) -> np.ndarray:
-    """Frequencies of which a part, from 0 to 1, is divided by a factor."""
+    """Frequencies with a part of each, from 0 to 1, divided by a factor."""
     with np.errstate(over="ignore", invalid="ignore"):
         return frequencies * (1 - part) + frequencies / factor * part
 

@@ -47,7 +47,7 @@ class Settings:
       config: content of config.json.
       defaults: the keys that can be read, and the value of each key that the config lacks.
       aliases: another name for some of these keys.
-      outer: the keys that count beside "text_config", not in it, with the value of each that the config lacks.
+      outer: the keys that are read next to "text_config", not in it, with the value of each that the config lacks.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class Settings:
         return settings
 
     def updated(self, own: Mapping[str, object]) -> Self:
-        """The same settings, with others in the place of some of them."""
+        """The same settings, with some of them replaced."""
         new = copy.copy(self)
         new.given = {**self.given, **own}
         return new

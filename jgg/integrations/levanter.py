@@ -24,8 +24,8 @@ _LEVANTER = Framework("Levanter", "marin-levanter", _TESTED)
 def install() -> None:
     """Makes haliax multiply by `jgg.ragged_dot`, and Levanter compute by jgg the experts of one device ("scatter").
 
-    Call it once, before a model is traced. haliax alone will do. A log line at INFO says for each size by which
-    kernels.
+    Call it once, before a model is traced. haliax alone will do. A log line at INFO says which kernels run for
+    each size.
 
     Raises: ImportError: haliax cannot be imported, or this version of one of them lacks what jgg replaces.
     """

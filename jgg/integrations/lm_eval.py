@@ -117,7 +117,7 @@ class JggLM(TemplateLM):
         return self._pretrained.replace("/", "__")
 
     def get_model_info(self) -> dict[str, object]:
-        """What lm-eval writes of the model beside its results."""
+        """What lm-eval writes about the model along with its results."""
         parameters = count_numbers(jax.eval_shape(lambda: self.model))
         return {"model_num_parameters": parameters, "model_dtype": str(self.model.options.dtype)}
 

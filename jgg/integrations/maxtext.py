@@ -43,7 +43,7 @@ _WITHOUT_EFFECT = {
 def install(experts: str = "block") -> None:
     """Makes MaxText compute its routed experts by jgg. Call it once, before a model is made.
 
-    A log line at INFO says for each size by which kernels.
+    A log line at INFO says which kernels run for each size.
 
     Args:
       experts: "block" for the whole block of routed experts, or "gmm" for its grouped GEMM alone.

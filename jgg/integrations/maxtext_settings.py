@@ -49,7 +49,7 @@ def check_settings(config: Any, experts: str) -> None:
 
 
 def pre_activation_name(config: object) -> str:
-    """The name by which the config's remat policy knows the pre-activation, which has two names in MaxText."""
+    """The pre-activation's name in the config's remat policy; MaxText has two names for it."""
     return "mlpwi_0" if _place(config, "moe_mlpwi_0") == "remat" else "moe_mlpwi_0"
 
 

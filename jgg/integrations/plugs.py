@@ -39,7 +39,7 @@ class Framework:
     tested: tuple[str, ...]
 
     def replace(self, module: str, path: str, replacement: Callable[..., Any]) -> None:
-        """Puts `replacement` in the place of a function; raises ImportError as `find`, or if their parameters differ.
+        """Replaces a function with `replacement`; raises ImportError like `find`, or if their parameters differ.
 
         Args:
           module: such as "maxtext.layers.moe".
@@ -91,7 +91,7 @@ class Framework:
 def log_experts(
     name: str, x: jax.Array, w_gate_up: jax.Array, dtype: DTypeLike, topk: int, sharding: MoESharding | None = None
 ) -> None:
-    """Logs once for these sizes that jgg computes a framework's experts, and by which kernels.
+    """Logs once for these sizes that jgg computes a framework's experts, and which kernels it uses.
 
     Args:
       name: the framework's.
@@ -121,7 +121,7 @@ def log_experts(
 
 
 def log_grouped_gemm(name: str, lhs: jax.Array, rhs: jax.Array) -> None:
-    """Logs once for these sizes that jgg multiplies rows by their experts' matrices, and by which kernels.
+    """Logs once for these sizes that jgg multiplies rows by their experts' matrices, and which kernels it uses.
 
     Args:
       name: the framework's.

@@ -31,7 +31,7 @@ def install() -> None:
 
     It also makes the gradient of Qwen3's embeddings right where devices cannot share sequences evenly: see `encode`.
 
-    A log line at INFO says for each size by which kernels.
+    A log line at INFO says which kernels run for each size.
 
     Raises: ImportError: tunix cannot be imported, or this version of it lacks what jgg replaces.
     """
@@ -109,8 +109,8 @@ def add_lora(
 ) -> None:
     """Adds LoRA adapters to the experts of a tunix model that `install` computes by jgg.
 
-    They are `nnx.LoRAParam`s, so tunix trains and checkpoints them, beside those of `qwix.apply_lora_to_model` in
-    other modules, which must be made first. Call it inside the mesh of the model.
+    They are `nnx.LoRAParam`s, so tunix trains and checkpoints them, along with adapters in other modules. Make
+    those first, with `qwix.apply_lora_to_model`. Call this function inside the mesh of the model.
 
     Args:
       model: such as `tunix.models.qwen3.model.Qwen3`.
@@ -137,7 +137,7 @@ def add_lora(
 
 
 def adapters_of(layer: object) -> dict[str, LowRank]:
-    """The LoRA adapters of a layer's experts by the matrices that they are beside, as `jgg.hf.Adapter` takes them."""
+    """The LoRA adapters of a layer's experts, keyed by the matrices they adapt, as `jgg.hf.Adapter` takes them."""
     lora = getattr(layer, "jgg_lora", None)
     if lora is None:
         return {}
@@ -145,7 +145,7 @@ def adapters_of(layer: object) -> dict[str, LowRank]:
 
 
 def _options_of(terms: Mapping[str, LowRank]) -> dict[str, Any]:
-    """The options of `jgg.moe_mlp` for terms by the matrices that they are beside."""
+    """The options of `jgg.moe_mlp` for terms, which are keyed by the matrices they adapt."""
     return {name.replace("w_", "low_rank_", 1): term for name, term in terms.items()}
 
 

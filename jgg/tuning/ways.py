@@ -1,4 +1,4 @@
-"""Ways to compute a product: jgg's own, and those beside which it is measured. Each is checked, then timed."""
+"""Ways to compute a product: jgg's own, and others to compare it with. Each is checked, then timed."""
 
 import dataclasses
 import functools

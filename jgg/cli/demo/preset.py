@@ -47,7 +47,7 @@ def write_preset(args: Any, folder: Path) -> Train:
 
 
 def load_texts() -> tuple[list[str], list[str]]:
-    """The texts to learn and those that are held out, whole topics of which no paragraph is learned.
+    """The texts to learn and the held-out texts: whole topics, without a paragraph that is learned.
 
     They are `pydoc_data.topics`, which CPython carries for `help()`: 0.35 MB of English and examples. Topics repeat
     each other ("with" is a part of "compound"), so each paragraph is kept once, in the longest topic that has it.

@@ -63,7 +63,7 @@ def header(result: Result) -> str:
         f"Text: Python's language reference, {result.train_bytes:,} bytes to train on and"
         f" {result.held_out_bytes:,} held out\n"
         f"Model: {config['layers']} layers, top {config['topk']} of {config['experts']} experts;"
-        f" {result.parameters:,} parameters, of which {result.active_parameters:,} act on a byte\n"
+        f" {result.parameters:,} parameters, {result.active_parameters:,} active per byte\n"
         f"Grouped GEMM: implementation {result.implementation}, {arithmetic}, on {devices()[0].kind}"
     )
 

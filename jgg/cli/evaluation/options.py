@@ -16,7 +16,7 @@ _measured, _tasks, _output = (functools.partial(option, group) for group in ("wh
 
 @dataclasses.dataclass(kw_only=True)
 class WithAdapter(Model):
-    """A model, and an adapter beside it."""
+    """A model and, optionally, an adapter."""
 
     adapter: str | None = option("model", "the folder of a LoRA adapter in PEFT's format", metavar="ADAPTER",
         is_place=True, is_read=True)

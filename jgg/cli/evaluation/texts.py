@@ -24,7 +24,7 @@ class Measured(NamedTuple):
       loss: the negative natural logarithm of a token's probability, the mean over tokens by their rows' weights.
       perplexity: exp of it.
       bits_per_byte: the negative base-2 logarithm of the text's probability for each of its bytes in UTF-8, without
-        special tokens, by which models with different tokenizers compare; None for no bytes.
+        special tokens. Use it to compare models with different tokenizers. None for no bytes.
       tokens: the tokens that were predicted.
       skipped_rows: the rows that --skip-unmarked skipped.
     """

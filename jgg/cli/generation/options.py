@@ -30,17 +30,17 @@ class Generate(Experts, WithAdapter):
     page = "generate/"
     module = "jgg.cli.generation.run"
 
-    prompt: str | None = _prompt("the prompt, taken as it is", metavar="TEXT", shown="standard input")
+    prompt: str | None = _prompt("the prompt, verbatim", metavar="TEXT", shown="standard input")
     prompt_file: Path | None = _prompt("file of the prompt, UTF-8, without the line break at its end", path,
         metavar="FILE", is_read=True)
     chat: bool = switch("prompt",
         "write by the folder's chat template: answer --prompt or --prompt-file, or else each line of standard input")
     system: str | None = option("prompt", "what the system says first in a --chat", metavar="TEXT")
-    temperature: float | None = _of_file("divides logits before tokens are drawn; 0: the likeliest token", _temperature)
-    top_k: int | None = _of_file("draws among so many of the likeliest tokens; 0: all", whole(0))
-    top_p: float | None = _of_file("draws among the likeliest tokens that together have this probability",
+    temperature: float | None = _of_file("sampling temperature; 0 decodes greedily", _temperature)
+    top_k: int | None = _of_file("sample only from the k most likely tokens, ties included; 0: all", whole(0))
+    top_p: float | None = _of_file("sample only from the most likely tokens that together have this probability",
         _positive_part)
-    min_p: float | None = _of_file("draws among tokens with at least this part of the likeliest one's probability",
+    min_p: float | None = _of_file("sample only from tokens with at least this fraction of the top token's probability",
         _part)
     repetition_penalty: float | None = _of_file("makes tokens less likely that the prompt or the text has; 1: none",
         positive_float)
@@ -50,10 +50,10 @@ class Generate(Experts, WithAdapter):
     stop: list[str] | None = _text("ends a text, and is left out of it; may be repeated", action="append",
         metavar="TEXT", shown="stop_strings of generation_config.json")
     max_new_tokens: int | None = _text("new tokens, at most", positive_int, metavar="N",
-        shown="that of generation_config.json, else 256")
+        shown="max_new_tokens of generation_config.json, else 256")
     samples: int = _text("texts", positive_int, 1, metavar="N")
     prefill_chunk: int | None = _text("tokens of the prompt that run at once, to save memory", positive_int,
         metavar="N", shown="all")
     speed: bool = switch("output",
         "measure a second run, and print the speeds to stderr, or with --json among the rest")
-    json: bool = switch("output", "print one JSON document in the end, in the place of text")
+    json: bool = switch("output", "print one JSON document at the end instead of text")

@@ -25,7 +25,7 @@ class Speaker:
     Attributes:
       settings: how tokens are drawn.
       adapter: the adapter's folder, or None.
-      tokenizer: that of the model's folder.
+      tokenizer: the tokenizer in the model's folder.
       stop_tokens: tokens that end a text: those of folder and adapter, and the tokenizer's end.
     """
 

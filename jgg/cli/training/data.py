@@ -63,7 +63,7 @@ def data_of(args, folder: Path, model: Path, config: ModelConfig) -> Data:
 
     Args:
       args: the options.
-      folder: that of the tokenizer.
+      folder: the tokenizer's folder.
       model: the folder of config.json, which says what ends a text if the tokenizer's does not.
       config: the model's.
 

@@ -35,7 +35,7 @@ def join(args) -> None:
 
 
 def sharding_of(args, num_experts: int) -> MoESharding | None:
-    """`split_of` for training, of which args.batch_size has a default, which it sets."""
+    """`split_of` for training: if args.batch_size is missing, it sets the default."""
     devices = jax.device_count()
     args.batch_size = args.batch_size or math.ceil(4 / devices) * devices
     return split_of(args, num_experts)

@@ -63,7 +63,7 @@ def _check_checkpoints(folder: Path) -> None:
 
 
 def beside(output: Path, ending: str) -> Path:
-    """The name of a file beside the output's folder."""
+    """The name of a file next to the output's folder."""
     output = output.absolute()
     return output.with_name(output.name + ending)
 
@@ -88,7 +88,7 @@ def has_steps(folder: Path) -> bool:
 
 
 def noted_of(steps: int, digest: str, date: datetime.date) -> dict[str, object]:
-    """What is noted of a run beside its options: its steps, the digest of its data, and `first_day`."""
+    """What is noted about a run in addition to its options: its steps, the digest of its data, and `first_day`."""
     return {"steps": steps, "data": digest, "date": date.isoformat()}
 
 
@@ -116,7 +116,7 @@ def check_same(args, noted: Mapping[str, object]) -> None:
 def note(args, noted: Mapping[str, object]) -> None:
     """Notes a run next to its checkpoints and next to --output, once no other run can use its checkpoints.
 
-    The file that --config reads stays as it is, as does one that has the same options.
+    The file that --config reads stays unchanged, and so does a file with the same options.
 
     Raises: UsageError: see `check_same`. SystemExit: a file cannot be written.
     """

@@ -77,7 +77,7 @@ class Run(NamedTuple):
       steps: number of the last step.
       schedule: the rate of each step, from 0.
       log: where measurements go.
-      noted: what is noted of the run beside its options.
+      noted: what is noted about the run in addition to its options.
     """
 
     args: Any

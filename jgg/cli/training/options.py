@@ -70,21 +70,22 @@ class Training(Options):
 
     batch_size: int | None = _training("sequences that are computed at once, on all devices together", positive_int,
         metavar="N", shown="4, or one for each device")
-    accumulate: int = _training("such batches in a step", positive_int, 1, metavar="N")
-    epochs: float = _training("length of the run", positive_float, 1.0, metavar="EPOCHS", alternative="length",
-        may_change=True)
-    steps: int | None = _training("length of the run, in the place of --epochs", positive_int, metavar="N",
+    accumulate: int = _training("batches accumulated per optimizer step", positive_int, 1, metavar="N")
+    epochs: float = _training("length of the run in epochs", positive_float, 1.0, metavar="EPOCHS",
         alternative="length", may_change=True)
+    steps: int | None = _training("length of the run in optimizer steps, instead of --epochs", positive_int,
+        metavar="N", alternative="length", may_change=True)
     optimizer: str = _training("muon: the matrices of layers by Muon, all else by AdamW", default="adamw",
         choices=OPTIMIZERS)
     learning_rate: float | None = _training("the highest rate, after the warm-up; it falls to 0 along a cosine",
         positive_float, metavar="RATE", shown="1e-3")
     warmup: int | None = _training("steps in which the rate rises", positive_int, metavar="STEPS",
         shown="a twentieth of the steps")
-    weight_decay: float = _training("of matrices, beside the update", _not_negative, 0.1, metavar="RATE")
+    weight_decay: float = _training("decoupled weight decay, applied to matrices only", _not_negative, 0.1,
+        metavar="RATE")
     remat: str = _training("which results the backward pass computes again, see jgg.models.Decoder", default="none",
         choices=REMAT, may_change=True)
-    seed: int = _training("of new parameters and of the order", seed, 0, metavar="SEED")
+    seed: int = _training("seed for initialization and data order", seed, 0, metavar="SEED")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -119,7 +120,7 @@ class Output(Options):
     output: Path = _free("the folder of the new model", named_folder, REQUIRED, metavar="FOLDER")
     log_every: int = _free("steps between two lines of the log", positive_int, 10, metavar="N")
     log_to: list[str] | None = _free(
-        "where the log goes beside OUTPUT.jsonl; wandb: Weights & Biases, by its own environment variables",
+        "where to log in addition to OUTPUT.jsonl; wandb: Weights & Biases, set up by its own environment variables",
         choices=tuple(TRACKERS), nargs="+")
     checkpoints: Path | None = _free(
         "a folder to save the state of training in; the same command run again goes on from there", path,
@@ -148,7 +149,7 @@ class Finetune(Output, Devices, Lora, Training, Data, Experts):
     module = "jgg.cli.training.finetune"
 
     output: Path = changed(Output, "output", what="the adapter's folder, or with --full the folder of the new model")
-    full: bool = flag("training", "train all parameters in the place of adapters")
+    full: bool = flag("training", "train all parameters instead of adapters")
     learning_rate: float | None = changed(Training, "learning_rate", shown="2e-4, with --full 1e-5")
     weight_decay: float = changed(Training, "weight_decay", default=0.0)
     remat: str = changed(Training, "remat", default="names")

@@ -35,7 +35,7 @@ class AdapterOutput:
 
     Args:
       folder: the folder.
-      checkpoints: that of the run, where digests of its adapters are noted; None for a run that does not go on.
+      checkpoints: the run's --checkpoints, where digests of its adapters are noted; None for a run that cannot resume.
     """
 
     def __init__(self, folder: Path, checkpoints: Path | None = None) -> None:

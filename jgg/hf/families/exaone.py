@@ -30,7 +30,7 @@ def _exaone_moe(settings: Settings) -> Arguments:
 
 
 def _usual_types(settings: Settings, num_layers: int) -> list[str]:
-    """The kinds of layers if "layer_types" is absent: every so many layers one attends to all tokens."""
+    """The kinds of layers if "layer_types" is absent: one layer per period attends to all tokens."""
     if settings.get("layer_types") is not None:
         return []
     period = settings.int("sliding_window_pattern")

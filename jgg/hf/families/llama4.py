@@ -74,7 +74,7 @@ def _uses_rotary(settings: Settings) -> list[bool]:
 
 
 def _are_dense(settings: Settings, num_layers: int) -> list[bool]:
-    """For each layer, whether it has an MLP in the place of experts."""
+    """For each layer, whether it has an MLP instead of experts."""
     step = settings.int("interleave_moe_layer_step")
     given = settings.get("moe_layers")
     given = list(range(step - 1, num_layers, step)) if given is None else given

@@ -42,7 +42,7 @@ def _qwen2_moe(settings: Settings) -> Arguments:
 
 
 def _read_dense(settings: Settings) -> Arguments:
-    """Returns which layers are dense: those that are named, and all but each so many-th."""
+    """Returns which layers are dense: the named ones, and all except every `decoder_sparse_step`-th layer."""
     num_layers, step = settings.int("num_hidden_layers"), settings.int("decoder_sparse_step")
     named = [] if settings.get("mlp_only_layers") is None else settings.get("mlp_only_layers")
     is_known = isinstance(named, list) and all(type(number) is int and 0 <= number < num_layers for number in named)

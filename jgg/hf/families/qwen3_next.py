@@ -69,7 +69,7 @@ def _read_delta(settings: Settings, *, is_grouped: bool) -> DeltaConfig:
 
 
 def _delta(**projections: str) -> Arguments:
-    """The tensors of a layer, of which these projections are the recurrent ones'."""
+    """The tensors of a layer whose recurrent part has these projections."""
     own = projections | {"out": "out_proj"}
     return {
         **LAYER,
