@@ -39,7 +39,7 @@ class Products(Output):
     k: int | None = _product("features of x in the single product", positive_int)
     n: int | None = _product("features of y in the single product", positive_int)
     experts: int | None = _product("number of experts in the single product", positive_int)
-    topk: int | None = _product("experts of each token in the single product", positive_int, shown="1")
+    topk: int | None = _product("experts per token in the single product", positive_int, shown="1")
     op: str | None = _computing(
         "products to time, a comma list: forward, its gradients dx and dw, and gather, which is forward with x in token"
         " order", default=",".join(OPS), metavar="LIST")
@@ -68,19 +68,19 @@ class Demo(Options):
     extra = "demo"
 
     steps: int = _training("steps of training", positive_int, 600)
-    batch: int = _training("windows of text in a step", positive_int, 8)
-    seq: int = _training("bytes that are predicted in a window", positive_int, 128)
+    batch: int = _training("windows of text per step", positive_int, 8)
+    seq: int = _training("bytes to predict per window", positive_int, 128)
     hidden: int = _model("features of the model and of each expert, a multiple of 64", positive_int, 128)
     layers: int = _model("layers, each of attention and experts", positive_int, 3)
-    experts: int = _model("experts in a layer", positive_int, 8)
-    topk: int = _model("experts that each byte goes to", positive_int, 2)
+    experts: int = _model("experts per layer", positive_int, 8)
+    topk: int = _model("experts per byte", positive_int, 2)
     fp8: bool = switch("model", "multiply by the experts' weights in FP8, see jgg.Fp8")
     dtype: str | None = _model("dtype of the computation; parameters are float32", choices=("float32", "bfloat16"),
         shown="bfloat16 on a GPU, else float32")
     implementation: str | None = _model("implementation of products", choices=IMPLEMENTATIONS,
         shown="triton on a GPU of compute capability 8.0 or newer, else xla")
     seed: int = _training("seed of weights, batches and the sample", seed, 0)
-    temperature: float = _output("temperature with which the sample of text is drawn", positive_float, 0.7)
+    temperature: float = _output("sampling temperature of the text sample", positive_float, 0.7)
     save: str | None = _output(
         "save the model and its tokenizer in a new folder, which jgg.models.load and Hugging Face transformers read",
         metavar="FOLDER")

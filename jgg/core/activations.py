@@ -216,7 +216,7 @@ ActivationLike = str | Activation | Callable[[jax.Array], jax.Array]
 
 
 def find_activation(activation: ActivationLike) -> Activation:
-    """The Activation for an argument: a name's, the Activation itself, or `function(gate) * up` for a function.
+    """The Activation for an argument: looked up by name, returned unchanged, or `function(gate) * up` of a function.
 
     Raises:
       ValueError: it is neither an Activation, a function nor a known name. Words such as "silu", which models with a

@@ -22,7 +22,7 @@ Shaped = jax.Array | jax.ShapeDtypeStruct
 
 
 class HasShape(Protocol):
-    """An array, or what stands for one."""
+    """An array, or a stand-in for one."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ def as_array_or_none(name: str, value: object) -> jax.Array | None:
 
 
 def as_mask(mask: ArrayLike | None, axes: str, shape: tuple[int, ...]) -> jax.Array | None:
-    """The tokens that count by a mask, as bools; None without one. Raises unless it has this shape, named `axes`."""
+    """The mask of the tokens that count, as bools; None without one. Raises unless it has this shape, named `axes`."""
     if mask is None:
         return None
     mask = as_array("mask", mask)

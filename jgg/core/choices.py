@@ -1,4 +1,4 @@
-"""What options choose from, by its names, for all rooms: importable without JAX, so that --help is quick."""
+"""The choices of options, by name, for the whole library: importable without JAX, so that --help is fast."""
 
 DTYPE_NAMES = "float32", "float16", "bfloat16"
 W_LAYOUTS = "enk", "ekn"

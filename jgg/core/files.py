@@ -47,7 +47,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def share_as_usual(path: Path) -> None:
-    """Gives a file the permissions that `open` gives a new one: safetensors writes files that this user alone may read.
+    """Gives a file the permissions of a new file from `open`: safetensors writes files that only this user may read.
 
     These depend on the process's umask and, on some file systems, on the folder.
     """
@@ -59,7 +59,7 @@ def share_as_usual(path: Path) -> None:
 
 
 def own_opener(name: str, flags: int) -> int:
-    """Opens a file for `open`, follows no symbolic link, and waits for nobody at a pipe."""
+    """An opener for `open` that follows no symbolic link and does not block on a pipe."""
     return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, mode=0o666)
 
 
@@ -122,9 +122,9 @@ def fill(
 ) -> Path:
     """Has `write` fill a temporary folder, and moves its files to `folder`; after an error they are removed.
 
-    A folder that is not there appears whole. One that is there may be a mount point or the working folder, which
-    nothing can replace: it gets the files one after the other, and the file named `last` after all others. If it is not
-    empty by then, all files go to a new folder next to it, such as folder-2, or into it where only that takes files.
+    A new folder appears whole. An existing one may be a mount point or the working folder, which cannot be replaced:
+    it gets the files one after the other, and the file named `last` after all others. If it is not empty by then, all
+    files go to a new folder next to it, such as folder-2, or into it if nothing next to it can be written.
 
     Args:
       write: function of the temporary folder.
@@ -175,7 +175,7 @@ def _moved_next_to(folder: Path, made: Path) -> Path:
 
 
 def check_regular(path: Path) -> None:
-    """Raises ValueError if there is something else than a file: to read a pipe or a device might never end."""
+    """Raises ValueError if a path is not a regular file: reading a pipe or a device might never end."""
     if path.exists() and not path.is_file():
         raise ValueError(f"{path} must be a regular file, got a {'folder' if path.is_dir() else 'pipe or a device'}.")
 

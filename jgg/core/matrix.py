@@ -1,4 +1,4 @@
-"""What the weights of a linear layer may be made of, as one value."""
+"""The weights of a linear layer, in all their forms, as one value."""
 
 import dataclasses
 from typing import Any, NamedTuple, Self

@@ -1,4 +1,4 @@
-"""What mixes the tokens of a sequence in a layer: the sizes and options of each kind, as frozen values."""
+"""The mixers of a layer, which combine the tokens of a sequence: sizes and options of each kind, as frozen values."""
 
 import dataclasses
 from typing import ClassVar, Self
@@ -21,7 +21,7 @@ class RotaryConfig:
 
     @property
     def unrotated(self) -> Self:
-        """An embedding of as many pairs, which rotates nothing."""
+        """An embedding with the same number of pairs, which rotates nothing."""
         return dataclasses.replace(self, frequencies=(0.0,) * len(self.frequencies), scale=1.0)
 
 
@@ -65,7 +65,7 @@ class MixerConfig:
         raise NotImplementedError
 
     def without_place(self) -> Self:
-        """The config without window and rotary embedding: where these are equal, so are shapes and options."""
+        """The config without window and rotary embedding; configs that are equal then share shapes and options."""
         return dataclasses.replace(self, window=None, rotary=None)
 
 
@@ -77,8 +77,8 @@ class AttentionConfig(MixerConfig):
       num_heads, num_kv_heads: query heads, and key/value heads. Several query heads share one key/value head.
       head_features: D, features of a head.
       scale: factor of the products of queries and keys.
-      qk_norm: "head" if each head of queries and keys is normalized, "unit" if so without weights, "all" if all heads
-        are together, or None.
+      qk_norm: "head" if each head of queries and keys is normalized, "unit" for the same without weights, "all" if all
+        heads are normalized together, or None.
       clip_qkv: the largest magnitude of queries, keys and values, or None.
       use_qkv_bias, use_out_bias: whether the projections have biases.
       is_interleaved: whether features 2i and 2i + 1 of a head form a pair that is rotated, rather than i and D/2 + i.

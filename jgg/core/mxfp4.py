@@ -1,8 +1,8 @@
 """MXFP4: numbers of 4 bits, two in a byte, and an 8-bit power of two for each 32 numbers, as gpt-oss is published.
 
 A number is E2M1: a sign, two bits of exponent and one of mantissa, so 0, 0.5, 1, 1.5, 2, 3, 4, 6 and their negatives. A
-scale is E8M0: the byte e stands for 2**(e - 127), and 255 for NaN. Of the two numbers in a byte, which follow each
-other along the axis that is packed, the low four bits are the first.
+scale is E8M0: the byte e stands for 2**(e - 127), and 255 for NaN. The two numbers in a byte are
+neighbours along the packed axis, and the first one is in the low four bits.
 
 Source: OCP Microscaling Formats (MX) Specification 1.0; the order in a byte matches `convert_moe_packed_tensors` in
 transformers.

@@ -55,7 +55,7 @@ class GroupedGemmProblem:
       combine_y: y is [T, N], the sum of each token's rows, scaled.
       expected_rows: about how many of the M rows will belong to a group, used to choose kernels; None for all.
       dw_dtype: the dtype of dW; None for `dtype`.
-      is_dense: there is one group, and every row belongs to it, so that plain JAX need not look at bounds.
+      is_dense: there is one group, and every row belongs to it, so plain JAX need not check bounds.
       is_quantized: x and w are in FP8, with scales for blocks of BLOCK features.
     """
 
@@ -149,15 +149,15 @@ class GroupedGemmProblem:
         return dataclasses.replace(self, has_topk_weights=False)
 
     def read_as(self, other: Self) -> Self:
-        """The same problem with x in the order, and of the tokens, that the other has its x."""
+        """The same problem, with the order and the tokens of x taken from the other problem."""
         return dataclasses.replace(self, permute_x=other.permute_x, num_tokens=other.num_tokens)
 
     def combined_as(self, other: Self) -> Self:
-        """The same problem with y as the other has its x: if that is [T, K], each token's rows are added up."""
+        """The same problem, with y in the form of the other's x: if x is [T, K], each token's rows are added up."""
         return dataclasses.replace(self, combine_y=other.permute_x, num_tokens=other.num_tokens)
 
     def repeated(self, count: int, groups: int = 1) -> Self:
-        """So many problems like this as one, in which each expert is as many groups as `groups` says."""
+        """`count` problems like this as one, in which each expert becomes `groups` groups."""
         expected = None if self.expected_rows is None else count * self.expected_rows
         rows, experts = count * self.num_rows, groups * self.num_experts
         return dataclasses.replace(self, num_rows=rows, num_experts=experts, expected_rows=expected, is_dense=False)

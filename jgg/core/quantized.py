@@ -1,4 +1,4 @@
-"""Arrays in FP8 with a scale for each block, as DeepSeek-V3's, or packed in MXFP4, as gpt-oss's."""
+"""Arrays in FP8 with a scale per block, as in DeepSeek-V3, or packed in MXFP4, as in gpt-oss."""
 
 import dataclasses
 import functools
@@ -115,7 +115,7 @@ class QuantizedArray:
     def dequantize(self, dtype: DTypeLike = jnp.bfloat16) -> jax.Array:
         """Computes values * scales, rounded once to `dtype`.
 
-        In FP8, a product that passes the dtype's largest number only because quantization rounded it up becomes that
+        In FP8, a product that exceeds the dtype's largest number only because quantization rounded it up becomes that
         number.
 
         Raises: ValueError: values have fewer than two axes, or scales have a shape that no blocks explain.
@@ -163,7 +163,7 @@ def block_of(array: QuantizedArray, prefix: str = "") -> tuple[int, int]:
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["is_transposed", "stored_as"])
 @dataclasses.dataclass(frozen=True)
 class ToQuantize:
-    """Weights that a product quantizes itself, so that plain JAX need never have all of them quantized.
+    """Weights that a product quantizes itself, so that plain JAX never needs all of them quantized at once.
 
     Attributes:
       array: float [..., rows, columns].

@@ -26,13 +26,13 @@ class Batches:
     """Batches of packed sequences, in an order that depends on a seed; `batches` makes them.
 
     `self[n]` is batch n, from 0. With a seed there is no last batch: each epoch has all sequences once, in another
-    order. With `seed=None` the sequences come once in all, empty sequences fill the last batch, and a loop ends there.
+    order. With `seed=None` each sequence comes once, empty sequences fill the last batch, and a loop ends there.
 
     `len(self)` is the number of batches in an epoch, rounded up.
 
     Attributes:
       num_examples: examples with something to learn.
-      num_cut: rows that lost their end, as they were longer than a sequence.
+      num_cut: rows cut at the end because they were longer than a sequence.
       num_left_out: rows that had nothing to learn.
       num_skipped: conversations that the chat template cannot mark, with `skip_unmarked`.
       num_learned: learned tokens of all examples.
@@ -88,10 +88,10 @@ class Batches:
         return {name: array.reshape(self._shape) for name, array in batch.items()}
 
     def num_bytes(self, index: int) -> np.ndarray:
-        """The bytes in UTF-8 of what each sequence of batch `index` teaches, times the weights of the rows.
+        """The UTF-8 bytes of the learned text in each sequence of batch `index`, times the weights of the rows.
 
-        A token counts for the bytes of the text that it stands for: a special token for none, and one of several that
-        share a character for its share of them.
+        A token counts for the bytes of its text. A special token counts for none; tokens that share a character
+        divide its bytes among them.
 
         Returns: float64 [accumulate, batch_size].
         """
@@ -103,7 +103,7 @@ class Batches:
         return [self._dataset[n] for n in numbers if self._is_endless or n < self.num_sequences]
 
     def of_step(self, step: int) -> dict[str, np.ndarray]:
-        """The batch of a step of training, from 1, as `jgg.train.Trainer.fit` asks for it."""
+        """The batch of training step `step`, counted from 1, in the form that `jgg.train.Trainer.fit` expects."""
         return self[step - 1]
 
 
@@ -128,16 +128,16 @@ def batches(
         data = jgg.data.batches("train.jsonl", tokenizer, length=2048, batch_size=4)
         for record in trainer.fit(data.of_step, 3 * len(data)): ...
 
-    All rows are read once, at the start. Their tokens are kept in a temporary file, 4 bytes each, and in memory no more
-    than some numbers for each example. Equal files, tokenizer and arguments give equal batches, in another process too.
+    All rows are read once, at the start. Their tokens are kept in a temporary file, 4 bytes each, and memory holds
+    only a few numbers per example. Equal files, tokenizer and arguments give equal batches, in another process too.
 
     A batch has these arrays, each [accumulate, batch_size, length]:
 
-    - "tokens" and "targets", int32: a token and the one behind it; 0 where there is none.
-    - "segments", int32: 1, 2, ... for the examples of a sequence, which attend to themselves alone; 0 for padding.
+    - "tokens" and "targets", int32: a token and the next one; 0 where there is none.
+    - "segments", int32: 1, 2, ... for the examples of a sequence, each attending only to itself; 0 for padding.
     - "weights", float32: what the losses of the targets are multiplied by. It is 0 where a target is not learned, else
-      the row's weight times a factor that makes the weights of the batch add up to `accumulate`. So if the
-      loss of a part is the sum of its weighted losses, the mean over the parts is the weighted mean over all learned
+      the row's weight times a factor that makes the weights of the batch add up to `accumulate`. So if a
+      part's loss is the sum of its weighted losses, the mean over the parts is the weighted mean over all learned
       tokens.
 
     Args:
@@ -145,20 +145,20 @@ def batches(
         files, counted by their weights, are then in the proportion of these positive numbers, however large the files
         are, and a file starts over when it ends. `rows` says what a file may be, `examples_of` what a row may be.
       tokenizer: what `load_tokenizer` returned.
-      length: tokens of a sequence.
-      batch_size: sequences that are computed at once.
+      length: tokens per sequence.
+      batch_size: sequences that are processed at once.
       accumulate: parts of batch_size sequences in a batch.
       packing: whether a sequence may have several examples: the longest first, each goes into the fullest sequence
         that has room for it.
       splits: whether examples longer than a sequence are divided rather than cut.
       seed: of the order, at least 0 and below 2**32; None for one pass in the order of the plan.
-      normalize: False leaves the weights as the rows have them.
+      normalize: whether the weights of a batch are scaled as above; False keeps the rows' weights.
       end_token: the token that ends a text, such as the first of `stop_tokens(folder)`, see `examples_of`; the
         tokenizer's own if it is None, -1 for none.
-      date: what chat templates that write the date, such as gpt-oss's, take for today; today if it is None. A run that
-        goes on another day must give the day of its start.
+      date: the date that chat templates such as gpt-oss's write as today's; None for today. A run that resumes
+        on another day must pass the day it started.
       skip_unmarked: whether conversations that the chat template cannot mark are skipped and counted, see
-        `UnmarkedError`; else the first of them is an error.
+        `UnmarkedError`; otherwise the first one raises an error.
 
     Raises:
       ImportError: grain is not installed, or pyarrow for a table.

@@ -1,7 +1,7 @@
 """Tokenizes conversations as the chat template of a Hugging Face folder writes them.
 
-What is learned is what assistants said. A template that marks it by `{% generation %}` blocks says so itself. For
-others, the text of the messages before a turn, asking for an answer, is compared with the text that has the turn.
+Only what assistants said is learned. Some templates mark it with `{% generation %}` blocks. For the others, the text of
+the messages before a turn, with the prompt for an answer, is compared with the text that includes the turn.
 """
 
 import bisect
@@ -34,7 +34,7 @@ class Text(NamedTuple):
       tokens: its tokens.
       learned: which of them are learned.
       ends: the tokens among them that end it or an assistant's message.
-      num_bytes: the bytes that each stands for, as `bytes_of_tokens` says; int [size].
+      num_bytes: the bytes of each token's text, by `bytes_of_tokens`; int [size].
     """
 
     tokens: list[int]
@@ -46,19 +46,19 @@ class Text(NamedTuple):
 def encode_conversation(
     tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools = None, date: datetime.date | None = None
 ) -> list[tuple[list[int], list[bool]]]:
-    """Tokenizes a conversation by the chat template, and marks what the assistant says as learned.
+    """Tokenizes a conversation with the chat template and marks what the assistant says as learned.
 
     Some templates write a turn differently once other messages follow it, for example without its thoughts. Such a
-    turn is learned in the form that it has as the last one: the conversation up to this turn becomes a text of its own.
+    turn is learned as it reads when it comes last: the conversation up to this turn becomes a text of its own.
 
-    A turn is learned with the token that ends it. Where the template writes none, as GLM-4.5's, this is the special
-    token that begins the next message.
+    A turn is learned with the token that ends it. If the template writes none, as GLM-4.5's does not, the special
+    token that begins the next message serves as its end.
 
     Args:
       tokenizer: what `load_tokenizer` returned.
-      messages: the conversation, as `apply_chat_template` takes it. Messages after the last that is learned are left
-        out, and an assistant's message that comes first is not learned. Nor is one with "weight" 0 or "train" false;
-        the template does not get these two keys.
+      messages: the conversation, as `apply_chat_template` takes it. Messages after the last learned one are left
+        out. An assistant's message is not learned if it comes first or has "weight" 0 or "train" false; the template
+        does not get these two keys.
       tools: the tools that the assistant may use, as `apply_chat_template` takes them.
       date: the date for templates that write today's, such as gpt-oss's; None for today.
 
@@ -101,7 +101,7 @@ def texts_of(
 
 
 def prompt_of(tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools = None) -> str:
-    """Writes a conversation by the chat template, up to where the assistant's next answer begins.
+    """Writes a conversation with the chat template, up to the start of the assistant's next answer.
 
     Raises: ValueError: the folder has no chat template, or the template fails.
     """
@@ -146,13 +146,13 @@ class _Marking:
         return whole + (begins < end and whole < len(self._past))
 
     def learn(self, start: int, end: int) -> None:
-        """Marks the tokens that have characters of a span; the first and the last may go on beyond it."""
+        """Marks the tokens that overlap a span of characters; the first and the last may extend beyond it."""
         if start < end:
             first, last = bisect.bisect_right(self._past, start), self.up_to(end)
             self.learned[first:last] = [True] * (last - first)
 
     def next_message(self, end: int) -> int | None:
-        """The number of the special token that comes next behind a character; white space before it does not count."""
+        """The number of the special token that comes right after a character, with at most white space between."""
         for number in range(self.up_to(end), len(self.tokens)):
             if is_special(self._tokenizer, self.tokens[number]):
                 return number
@@ -161,7 +161,7 @@ class _Marking:
         return None
 
     def learn_through(self, number: int) -> None:
-        """Marks a token behind what is learned, and those between, as the end of a message."""
+        """Marks the tokens after the learned ones, up to this token, as the end of a message."""
         first = number
         while first and not self.learned[first - 1]:
             first -= 1
@@ -169,7 +169,7 @@ class _Marking:
         self.ends.add(self.tokens[number])
 
     def finished(self, end: int | None, end_token: int | None) -> Text:
-        """The text, whose last message `end` ends, or if it is None `end_token`."""
+        """The text, with `end` as the end of its last message, or `end_token` if `end` is None."""
         if end is None and end_token is not None:
             self.tokens, self.learned, end = [*self.tokens, end_token], [*self.learned, True], end_token
         if end is not None:

@@ -45,8 +45,8 @@ def examples_of(
     Args:
       row: a row of a file, as `rows` returns it.
       tokenizer: what `load_tokenizer` returned.
-      end_token: the token that ends a text. It is added, and learned, behind texts and completions that do not end with
-        it, and behind conversations whose last message the chat template does not end, as GLM-4.5's. None adds no
+      end_token: the token that ends a text. It is added, and learned, after texts and completions that do not end with
+        it, and after conversations whose last message the chat template does not end, as with GLM-4.5. None adds no
         token.
       date: as in `encode_conversation`.
 

@@ -16,8 +16,8 @@ def pack(sizes: np.ndarray, length: int, is_packed: bool = True) -> tuple[np.nda
       length: positions of a sequence.
       is_packed: whether a sequence may have more than one example.
 
-    Returns: the numbers of the examples in the order of their sequences, int64 [examples], and where in it each
-      sequence begins, and the last ends, int64 [sequences + 1].
+    Returns: the numbers of the examples, ordered by sequence, int64 [examples]; and the offsets in this array where
+      each sequence begins, then where the last one ends, int64 [sequences + 1].
     """
     sequence_of = np.empty(len(sizes), np.int64)
     by_room: dict[int, list[int]] = {}  # the sequences that have so much room left

@@ -27,8 +27,8 @@ class Store(NamedTuple):
     """The examples of some files that have something to learn.
 
     Attributes:
-      tokens: of all, one example after the other, int32, in a mapped file; token t is t where it is learned, else
-        -1 - t.
+      tokens: of all, one example after the other, int32, in a mapped file; a learned token t is
+        stored as t, any other as -1 - t.
       starts: where in `tokens` each example starts, int64 [examples].
       sizes: its number of tokens, int64 [examples], at least 2.
       weights: the weight of each learned token of it, float32 [examples].

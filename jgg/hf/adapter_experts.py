@@ -1,4 +1,4 @@
-"""The LoRA adapters of experts in PEFT's file: the names of their tensors, and low-rank terms of them and back."""
+"""The LoRA adapters of experts in PEFT's file: tensor names, and conversion to low-rank terms and back."""
 
 import dataclasses
 import re
@@ -44,7 +44,7 @@ def pattern_of_experts(own: Family) -> re.Pattern[str]:
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsReader:
-    """Reads the experts' terms of one layer after the other.
+    """Reads the experts' terms layer by layer.
 
     Attributes:
       tensors: the tensors of experts by their names in PEFT's file.
@@ -159,7 +159,7 @@ def side_by_side(parts: Sequence[LowRank | None], width: int) -> LowRank:
 
 
 def rescaled(term: LowRank, scale: float) -> LowRank:
-    """The same term with another scale, which b makes up for."""
+    """The same term with another scale; b is changed to match."""
     if term.scale == scale:
         return term
     b = np.asarray(term.b)
@@ -167,7 +167,7 @@ def rescaled(term: LowRank, scale: float) -> LowRank:
 
 
 def padded(term: LowRank, rank: int) -> LowRank:
-    """The same term with a larger rank, by zeros."""
+    """The same term, padded with zeros to a larger rank."""
     missing = rank - term.a.shape[-1]
     a, b = np.asarray(term.a), np.asarray(term.b)
     around = [(0, 0)] * (a.ndim - 2)

@@ -37,13 +37,13 @@ _NEW = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dro
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSettings:
-    """The content of adapter_config.json, checked to be a LoRA adapter that is all low-rank terms.
+    """The content of adapter_config.json, checked to describe a LoRA adapter of low-rank terms alone.
 
     Attributes:
       where: what holds the settings, for messages.
       values: the settings by their keys in PEFT's `LoraConfig`.
 
-    Raises: ValueError, TypeError: the settings have what jgg does not; the message has `where` and the key.
+    Raises: ValueError, TypeError: jgg does not support a setting; the message has `where` and the key.
     """
 
     where: str
@@ -112,11 +112,11 @@ class AdapterSettings:
         return math.sqrt(rank) if is_rank_stabilized else rank
 
     def targets_parameter(self, name: str) -> bool:
-        """Returns whether target_parameters have the parameter of this name."""
+        """Returns whether target_parameters include the parameter of this name."""
         return _has_end_of(name, self.values.get("target_parameters") or ())
 
     def targets_module(self, name: str) -> bool:
-        """Returns whether target_modules have the linear module of this name, which is not the model's head."""
+        """Returns whether target_modules include the linear module of this name, which is not the model's head."""
         targets, excluded = (self.values.get(key) or () for key in ("target_modules", "exclude_modules"))
         is_excluded = matches(excluded, name) if isinstance(excluded, str) else _has_end_of(name, excluded)
         if is_excluded:

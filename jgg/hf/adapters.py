@@ -49,9 +49,9 @@ class Adapter:
 def load_adapter(folder: str | Path, config: Mapping[str, object], *, is_expert_slowest: bool = False) -> Adapter:
     """Reads a LoRA adapter that PEFT wrote: adapter_config.json and adapter_model.safetensors.
 
-    PEFT stores the adapters of experts in one of two ways: for each parameter that has all experts of a layer
-    ("target_parameters", in the form of PEFT 0.21), or for each expert's modules ("target_modules"). Both become one
-    LowRank for a parameter of a layer. If gate and up are modules of rank r, it has rank 2 r: its a has their a side by
+    PEFT stores the adapters of experts in one of two ways: per parameter that holds all experts of a layer
+    ("target_parameters", in the form of PEFT 0.21), or per module of each expert ("target_modules"). Both become one
+    LowRank per parameter of a layer. If gate and up are modules of rank r, it has rank 2 r: its a has their a side by
     side, and its b is zero from gate's a to up's columns and from up's a to gate's. The `settings` of the result then
     no longer name these modules. Dropout is not applied. As in PEFT, target_modules may name modules that the model
     lacks.
@@ -145,15 +145,14 @@ def _read_tensors(folder: Path) -> dict[str, np.ndarray]:
 def save_adapter(folder: str | Path, config: Mapping[str, object], adapter: Adapter) -> None:
     """Writes an adapter in PEFT's format for transformers 5, which keeps all experts of a layer in one parameter.
 
-    What `load_adapter` read from target_parameters, and `others`, is written bit for bit. What it read from the modules
-    of each expert is written for the parameters of all experts. That computes the same, and PEFT itself converts such
-    modules so in transformers 5. Ranks and scales that differ from the settings' r and lora_alpha go to rank_pattern
-    and alpha_pattern; PEFT 0.21 warns that they match no module, and uses them. lora_dropout becomes 0, because PEFT
-    has none for parameters.
+    Terms that `load_adapter` read from target_parameters, and `others`, are written bit for bit. Terms that it read
+    from each expert's modules are written as parameters of all experts. They compute the same, and PEFT itself converts
+    such modules this way in transformers 5. Ranks and scales that differ from the settings' r and lora_alpha go to
+    rank_pattern and alpha_pattern; PEFT 0.21 warns that they match no module, and uses them. lora_dropout becomes 0,
+    because PEFT has none for parameters.
 
     Args:
-      folder: where to write; it is made if it is missing. An adapter that it holds is replaced once both files are
-        written.
+      folder: where to write; created if missing. An adapter already in it is replaced once both files are written.
       config: content of the model's config.json.
       adapter: the adapter, from `load_adapter` or not. Where its settings lack r and lora_alpha, those of the first
         LowRank are written, and PEFT's usual values of other keys. PEFT uses `others` only if the settings have their
@@ -191,7 +190,7 @@ def save_adapter(folder: str | Path, config: Mapping[str, object], adapter: Adap
 
 
 def write_adapter(folder: Path, settings: Mapping[str, object], tensors: Mapping[str, np.ndarray]) -> None:
-    """Writes both files of an adapter; one that the folder holds is replaced once both are written.
+    """Writes both files of an adapter; an adapter already in the folder is replaced once both are written.
 
     Raises: OSError: the folder cannot be written.
     """

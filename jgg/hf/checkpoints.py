@@ -61,7 +61,7 @@ def moe_layer(config: Mapping[str, object]) -> MoELayer:
     """Returns the sizes and options of a model's MoE layers, as a `MoELayer`.
 
     Args:
-      config: content of config.json, as `read_config` returns it. A key that it lacks has the default of transformers'
+      config: content of config.json, as `read_config` returns it. A missing key has the default of transformers'
         configuration class.
 
     Raises:

@@ -22,8 +22,8 @@ class Family:
       defaults: all keys of config.json that change the logits, with what transformers takes if a key is absent.
       model: function from a config's settings to the arguments of `jgg.models.ModelConfig`.
       aliases: other names that transformers has for some of these keys.
-      only: keys of published configs that say what all models of the family have, each with the value that says so. Any
-        other value is refused.
+      only: keys of published configs that have one value in all models of the family, each with this value. Any other
+        value is refused.
       without_effect: keys of published configs that change neither the logits nor what is stored.
       fused: the tensors that transformers 5 writes for these parameters instead, if it is asked for its own format,
         with names relative to the block `fused_block`. jgg reads them, and writes `tensors`.

@@ -23,7 +23,7 @@ _FLOAT8 = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2, "F8_E8M0": 
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of a tensor: its dtype, such as "BF16", and its shape."""
+    """A tensor's entry in a safetensors file: its dtype, such as "BF16", and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -43,7 +43,7 @@ def read_object(path: Path) -> dict[str, object]:
 
 @contextlib.contextmanager
 def errors_with(path: Path) -> Iterator[None]:
-    """Puts a file's name before the message of a ValueError or a TypeError about what the file says."""
+    """Puts a file's name before the message of a ValueError or a TypeError about the file's content."""
     try:
         yield
     except (TypeError, ValueError) as error:
@@ -122,7 +122,7 @@ def check_names(
 
 
 def as_weights(name: str, array: object) -> np.ndarray:
-    """The array in NumPy; raises ValueError unless it is of floats that need no scales."""
+    """The array in NumPy; raises ValueError unless it has floats that need no scales."""
     array = np.asarray(array)
     if not jnp.issubdtype(array.dtype, jnp.floating) or array.dtype.itemsize < 2:
         raise ValueError(f"{name} must be of floats of 16, 32 or 64 bits, got {array.dtype}.")

@@ -34,9 +34,9 @@ _GGUF = (
 def download(name: str, *, revision: str | None = None) -> Path:
     """Fetches a model from the Hugging Face Hub into its cache, and returns the folder.
 
-    Fetches config.json, safetensors files, and the files of the tokenizer and the like; not what is in folders of the
-    repository or in other formats. What is in the cache already is not fetched again, and serves without network too.
-    huggingface_hub says where the cache is (`HF_HOME`), and takes the token of `hf auth login` or `HF_TOKEN`.
+    Fetches config.json, safetensors files, the tokenizer and similar files. Subfolders of the repository and other
+    formats are left out. Files already in the cache are not fetched again, and can be used without a network.
+    huggingface_hub chooses the cache (`HF_HOME`), and uses the token of `hf auth login` or `HF_TOKEN`.
 
     Args:
       name: the model's name on the Hub, such as "openai/gpt-oss-20b".
@@ -44,9 +44,9 @@ def download(name: str, *, revision: str | None = None) -> Path:
 
     Raises:
       ImportError: huggingface_hub is not installed.
-      FileNotFoundError: the Hub has no such model or revision, or shows it to others alone.
+      FileNotFoundError: the Hub has no such model or revision, or does not show it to you.
       PermissionError: the model is gated, and its owner has not let you in.
-      ConnectionError: the Hub cannot be reached, and the cache has not all of the model.
+      ConnectionError: the Hub cannot be reached, and the cache lacks a part of the model.
       ValueError: name is no name of a model, or a model in GGUF.
     """
     check(isinstance(name, str) and _NAME.fullmatch(name) is not None, f"name must be 'owner/model', got {name!r}.")

@@ -155,7 +155,7 @@ def _check_unused(settings: Settings) -> None:
 
 
 def read_biases(settings: Settings) -> Arguments:
-    """Returns whether the projections of attention have biases, where one key says so of all of them."""
+    """Returns whether the projections of attention have biases, if one key says so for all of them."""
     return {"use_qkv_bias": settings.flag("attention_bias"), "use_out_bias": settings.flag("attention_bias")}
 
 
@@ -178,8 +178,7 @@ def read_mlp_types(settings: Settings, is_dense: Sequence[bool], *, also: str | 
     Args:
       settings: the settings.
       is_dense: what transformers takes if the key is absent.
-      also: a key for the number of the first layers that are dense, which transformers does not read, but which must
-        say the same if it is there.
+      also: a key for the number of leading dense layers. transformers does not read it, but it must agree if present.
     """
     key, kinds = "mlp_layer_types", {"sparse": False, "dense": True}
     given, num_layers = settings.get(key), len(is_dense)

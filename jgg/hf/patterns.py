@@ -1,4 +1,4 @@
-"""Matches names by the regular expressions of adapters, which somebody else wrote: none may take for ever."""
+"""Matches names with regular expressions from adapters. They come from other people, so matching time is limited."""
 
 import re
 
@@ -16,7 +16,7 @@ def check_pattern(pattern: str) -> None:
 def matches(pattern: str, name: str) -> bool:
     """Returns what `bool(re.fullmatch(pattern, name))` does.
 
-    Raises: ValueError: to find that takes seconds.
+    Raises: ValueError: matching takes seconds.
     """
     if set("*+?{|(").isdisjoint(pattern):  # each part matches one character: `re` never goes back
         return bool(re.fullmatch(pattern, name))

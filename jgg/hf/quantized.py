@@ -62,10 +62,10 @@ class Quantization:
 def quantization(config: Mapping[str, object]) -> Quantization | None:
     """Returns the format that a config's "quantization_config" names; None if the checkpoint is not quantized.
 
-    Which tensors are quantized, their scales say: the lists of modules that are not, which config.json may have under
-    several names, are not read.
+    A tensor is quantized if it has scales. The lists of unquantized modules, which config.json may have under several
+    names, are not read.
 
-    Raises: ValueError: the format is none of those that jgg reads.
+    Raises: ValueError: jgg does not read the format.
     """
     how = config.get("quantization_config") or language_model(config).get("quantization_config")
     if how is None:
@@ -194,7 +194,7 @@ _MXFP4 = Quantization(
 
 
 class QuantizedTensors(Mapping[str, np.ndarray]):
-    """A mapping with a checkpoint's tensors, where each quantized one appears under its own name and in bfloat16.
+    """A mapping with a checkpoint's tensors, where each quantized tensor appears under its own name and in bfloat16.
 
     Attributes:
       how: the format of the quantized tensors.
@@ -215,7 +215,7 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
         return name + of_values, name + of_scales
 
     def stored_names(self, name: str) -> tuple[str, ...]:
-        """The names that the checkpoint has for a tensor, which are two if it is quantized."""
+        """The checkpoint's names for a tensor: two if it is quantized."""
         return self.parts_of(name) if name in self.names else (name,)
 
     def check(self, name: str, shape: tuple[int, ...], headers: Mapping[str, Header]) -> None:

@@ -1,4 +1,4 @@
-"""Reads the settings of rotary position embeddings, in the words of transformers 4 and 5."""
+"""Reads the settings of rotary position embeddings, in the formats of transformers 4 and 5."""
 
 import math
 from collections.abc import Mapping

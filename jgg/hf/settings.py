@@ -41,7 +41,7 @@ def language_model(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 class Settings:
-    """The settings that a config has of a language model; what it lacks has the default of transformers.
+    """A config's settings of a language model; missing ones have transformers' defaults.
 
     Args:
       config: content of config.json.
@@ -62,7 +62,7 @@ class Settings:
         self.model_type = config["model_type"]
 
     def with_defaults(self, **defaults: object) -> Self:
-        """The settings with other defaults for some keys, as the settings of other keys say."""
+        """The settings with other defaults for some keys, which depend on the settings of other keys."""
         settings = copy.copy(self)
         settings.defaults = {**self.defaults, **defaults}
         return settings

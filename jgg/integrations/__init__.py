@@ -1,1 +1,1 @@
-"""jgg inside training frameworks, by one call or command for each; docs/integrations.md says which."""
+"""jgg inside training frameworks, each with one call or command; see docs/integrations.md."""

@@ -22,10 +22,10 @@ _LEVANTER = Framework("Levanter", "marin-levanter", _TESTED)
 
 
 def install() -> None:
-    """Makes haliax multiply by `jgg.ragged_dot`, and Levanter compute by jgg the experts of one device ("scatter").
+    """Makes haliax multiply with `jgg.ragged_dot`, and Levanter compute the experts of one device ("scatter") with jgg.
 
-    Call it once, before a model is traced. haliax alone will do. A log line at INFO says which kernels run for
-    each size.
+    Call it once, before a model is traced. haliax alone suffices. A log line at INFO says which kernels run for each
+    size.
 
     Raises: ImportError: haliax cannot be imported, or this version of one of them lacks what jgg replaces.
     """
@@ -70,7 +70,7 @@ def moe_mlp_local(
     num_experts: int,
     **_: object,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the experts of one device for `levanter.grug`, without a copy of a token for each of its experts.
+    """Computes one device's experts for `levanter.grug`, without copying each token once per expert.
 
     Remat policies find the arrays for the backward pass under Levanter's names (`MOE_REMAT_SAVE_NAMES`).
 

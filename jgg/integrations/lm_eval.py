@@ -2,7 +2,7 @@
 
     python -m jgg.integrations.lm_eval --model jgg --model_args pretrained=FOLDER,adapter=FOLDER --tasks TASKS
 
-is the command `lm_eval`, which knows "jgg" then. So do programs that import this module, in
+runs the command `lm_eval` with "jgg" registered. Importing this module registers it too, for
 `lm_eval.simple_evaluate(model="jgg", model_args={"pretrained": FOLDER}, tasks=[...])`.
 """
 
@@ -39,26 +39,26 @@ _logger = logging.getLogger("jgg")
 
 
 class JggLM(TemplateLM):
-    """A model of a Hugging Face folder, computed by `jgg.models`.
+    """A model in a Hugging Face folder, run by `jgg.models`.
 
-    Requests run through the model in batches of few shapes, the longest first. Answers to one question that are one
-    token each, as in MMLU, run through it once. With several processes, each has all requests.
+    Requests run in batches of few shapes, the longest first. If all answers to a question are one token long, as in
+    MMLU, the question runs through the model once. With several processes, each process has all requests.
 
     Args:
       pretrained: the folder with config.json, safetensors files and tokenizer.json, or a model's name on the Hub.
       adapter: a folder with a LoRA adapter, for `jgg.models.load_adapter`.
-      model: the model, where it is loaded already; `adapter` then only says which tokens end a text.
+      model: a model that is loaded already; `adapter` then only tells which tokens end a text.
       experts: "bfloat16", in the dtype of the computation; "as-stored", quantized where the folder has them so; or
         "fp8", quantized and multiplied in FP8.
       dtype: dtype of the computation.
       batch_size: sequences of a batch; "auto" for as many as have 16,384 tokens. With a sharding it is rounded up to a
         multiple of the devices that split sequences.
-      max_length: the most tokens of a sequence, by default max_position_embeddings of config.json. Contexts are cut
-        from the left to what is left of it.
-      max_gen_toks: new tokens of a request that does not say how many.
+      max_length: the maximum number of tokens in a sequence, by default max_position_embeddings of config.json.
+        Contexts that exceed the remaining length are cut from the left.
+      max_gen_toks: the maximum number of new tokens for requests that do not set one.
       prefix_token_id: the token before a text without a context; by default the tokenizer's bos_token or eos_token.
-      seed: of the tokens that are drawn where a task asks for a temperature.
-      max_batch_size, device: what lm-eval gives each model; without effect.
+      seed: for sampling, in tasks that set a temperature.
+      max_batch_size, device: lm-eval passes them to each model; they have no effect.
 
     Raises: ValueError, OSError: an argument or a file is wrong, as in `jgg.models.load`.
     """

@@ -1,4 +1,4 @@
-"""Scores pairs of a context and a continuation by a model, in batches of few shapes; this part needs no lm-eval."""
+"""Scores pairs of a context and a continuation with a model, in batches of few shapes; works without lm-eval."""
 
 import functools
 from collections.abc import Iterator, Sequence
@@ -16,19 +16,19 @@ _LEAST_WIDTH = 32
 
 
 class Pair(NamedTuple):
-    """Tokens and those that follow them, whose probability is asked for."""
+    """The tokens of a context, and the following tokens, whose probability is requested."""
 
     context: Sequence[int]
     continuation: Sequence[int]
 
 
 class Batch(NamedTuple):
-    """Some of several sequences, as an array of them [rows, width] has place for.
+    """The sequences that share one array [rows, width].
 
     Attributes:
       indices: which sequences, at most `rows` of them.
       rows: a multiple of the number of devices that split sequences.
-      width: at least the length of the longest.
+      width: at least the length of the longest sequence.
     """
 
     indices: list[int]
@@ -37,7 +37,7 @@ class Batch(NamedTuple):
 
 
 def batches(model: Decoder, lengths: Sequence[int], size: int | None, more: int = 0) -> Iterator[Batch]:
-    """Divides sequences of these lengths into batches, the longest first, so that memory runs out at once or never.
+    """Divides sequences into batches by their lengths, the longest first, so that memory runs out at once or never.
 
     There are four widths between two powers of two, so that few programs are compiled and little is padded.
 
@@ -69,15 +69,15 @@ def score(
     """Yields the number of each pair with its answer, as soon as there is one; the longest pairs come first.
 
     An answer is the natural logarithm of the continuation's probability, and whether greedy decoding would give the
-    continuation. Pairs that agree in all but their last token, as the answers to a question may, run through the model
+    continuation. Pairs that differ only in their last token, as the answers to a question may, run through the model
     once.
 
     Args:
       model: what computes the probabilities.
-      pairs: of at least one token of a context, and one of a continuation; contexts are cut from the left to the tokens
-        that max_length leaves.
+      pairs: each with at least one token of context and one of continuation; contexts are cut from the left to the
+        tokens that max_length leaves.
       size: as in `batches`.
-      max_length: the most tokens that run through the model.
+      max_length: the maximum number of tokens that run through the model.
 
     Raises: ValueError: a continuation has more tokens than max_length.
     """

@@ -2,7 +2,7 @@
 
     python -m jgg.integrations.maxtext [--experts block|gmm] CONFIG [KEY=VALUE ...]
 
-runs MaxText's own pre-training with them; programs of your own call `install` first.
+runs MaxText's own pre-training with them; in your own programs, call `install` first.
 """
 
 import argparse
@@ -41,7 +41,7 @@ _WITHOUT_EFFECT = {
 
 
 def install(experts: str = "block") -> None:
-    """Makes MaxText compute its routed experts by jgg. Call it once, before a model is made.
+    """Makes MaxText compute its routed experts with jgg. Call it once, before you create a model.
 
     A log line at INFO says which kernels run for each size.
 

@@ -1,4 +1,4 @@
-"""Checks MaxText's settings: what jgg does not compute as MaxText would is refused by name."""
+"""Checks MaxText's settings, and refuses by name those that jgg does not compute as MaxText would."""
 
 from typing import Any
 

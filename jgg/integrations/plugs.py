@@ -29,7 +29,7 @@ class Framework:
     """A framework whose functions jgg replaces.
 
     Attributes:
-      name: as people write it.
+      name: its usual spelling.
       distribution: what pip installs.
       tested: the versions that jgg was tested with.
     """
@@ -97,7 +97,7 @@ def log_experts(
       name: the framework's.
       x: [T, H], the tokens of all devices.
       w_gate_up: [E, H, 2 * I], the experts of all devices.
-      dtype: in which experts are computed.
+      dtype: the dtype that experts are computed in.
       sharding: how both are split over devices.
     """
     (tokens, features), (experts, _, hidden) = x.shape, w_gate_up.shape

@@ -27,9 +27,9 @@ _MODEL = "tunix.models.qwen3.model"
 
 
 def install() -> None:
-    """Makes tunix compute the experts of Qwen3-MoE models by jgg. Call it once, before a model is traced.
+    """Makes tunix compute the experts of Qwen3-MoE models with jgg. Call it once, before a model is traced.
 
-    It also makes the gradient of Qwen3's embeddings right where devices cannot share sequences evenly: see `encode`.
+    It also corrects the gradient of Qwen3's embeddings if devices cannot share sequences evenly: see `encode`.
 
     A log line at INFO says which kernels run for each size.
 
@@ -60,9 +60,9 @@ def moe_layer(self: object, x: jax.Array, use_megablox: bool = True) -> jax.Arra
 
 @jax.named_scope("embedder_encode")
 def encode(self: Any, x: jax.Array) -> jax.Array:
-    """Computes `tunix.models.qwen3.model.Embedder.encode`, the embeddings of tokens, with a right gradient.
+    """Computes `tunix.models.qwen3.model.Embedder.encode`, the embeddings of tokens, with a correct gradient.
 
-    Where devices cannot share sequences evenly, all of them get all embeddings before tunix splits these. Otherwise
+    If devices cannot share sequences evenly, every device gets all embeddings before tunix splits them. Otherwise
     XLA would pad the embeddings, and add the padding's values to row 0 of the table's gradient, which is a scatter.
 
     Args:
@@ -107,7 +107,7 @@ def _experts(self: Any, x: jax.Array, sharding: MoESharding | None) -> jax.Array
 def add_lora(
     model: nnx.Module, rank: int, alpha: float | None = None, *, targets: Sequence[str] = OF_EXPERTS, rngs: nnx.Rngs
 ) -> None:
-    """Adds LoRA adapters to the experts of a tunix model that `install` computes by jgg.
+    """Adds LoRA adapters to the experts of a tunix model that computes them with jgg, see `install`.
 
     They are `nnx.LoRAParam`s, so tunix trains and checkpoints them, along with adapters in other modules. Make
     those first, with `qwix.apply_lora_to_model`. Call this function inside the mesh of the model.

@@ -1,4 +1,4 @@
-"""Finds the fastest configurations: what is measured, the ways to compute it, the clock, the search."""
+"""Finds the fastest configurations: workloads, ways to compute them, timing and the search."""
 
 from jgg.launching import tuned_files
 from jgg.launching.requirements import KERNEL_REQUIREMENTS

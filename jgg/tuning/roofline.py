@@ -1,10 +1,10 @@
-"""The roofline: the least time that a computation can take on a device, with which every benchmark compares its times.
+"""The roofline: the least time that a computation can take on a device. Every benchmark compares its times with it.
 
     least time = max(bytes / speed of a copy, FLOPs / speed of a dense product)
 
 Bytes are weights that are read, rows that are read and results that are written, each once and in its dtype; for a
 product, `GroupedGemmProblem.bytes_accessed` counts them. Both speeds are measured in the run whose times are compared:
-the copy's is of bytes read and written, the dense product's of as many FLOPs in the same dtype. A computation in
+the copy's in bytes read and written, the dense product's for the same FLOPs in the same dtype. A computation in
 several passes over memory, such as a layer, takes at least the sum of the least times of its passes; a pass that
 multiplies nothing, such as a cast, takes at least the time of its bytes.
 

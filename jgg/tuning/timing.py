@@ -133,7 +133,7 @@ class Reference:
         return float(relative_error(result, self.exact))
 
     def check(self, result) -> Measurement:
-        """Judges a result; the measurement has no seconds."""
+        """Checks a result; the measurement's `seconds` is None."""
         error = self.error(result)
         return Measurement(RIGHT if error <= self.bound else WRONG, error=error, allowed_error=self.bound)
 
@@ -164,7 +164,7 @@ def _in_float32(array):
 
 
 def jit_reference(function: Callable) -> jax.stages.Wrapped:
-    """jax.jit without XLA's autotuning of GEMMs, which would take far longer than a program that runs once or twice."""
+    """jax.jit without XLA's autotuning of GEMMs, which would take far longer than one or two runs of the program."""
     return jax.jit(function, compiler_options={"xla_gpu_autotune_level": 0})
 
 
@@ -191,7 +191,7 @@ def measure(
     max_calls: int = MAX_CALLS,
     lock: AbstractContextManager = nullcontext(),  # noqa: B008
 ) -> Timing:
-    """Times `function(arrays)` on the device; arrays must have group_sizes.
+    """Times `function(arrays)` on the device; the arrays must include group_sizes.
 
     Many calls run one after the other inside one compiled program, so that none waits for the host. If the
     arrays could stay in the L2 cache, a larger array is read between the calls, and the time for that is subtracted.

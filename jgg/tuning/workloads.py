@@ -26,11 +26,11 @@ class Layer:
     """Sizes of an MoE layer with a gated MLP on one device.
 
     Attributes:
-      tokens: T, tokens of a step on one device.
+      tokens: T, tokens per step on one device.
       hidden: H, features of a token.
       expert_intermediate: I, hidden features of an expert.
       experts: E, experts on the device.
-      topk: k, experts of a token.
+      topk: k, experts per token.
     """
 
     name: str
@@ -107,7 +107,7 @@ def gemm(
 
 
 def computed_as(op: str, problem: GroupedGemmProblem) -> tuple[str, GroupedGemmProblem]:
-    """Returns the op and the problem that compute an op of `problem`; only for dX in FP8 do they differ from it.
+    """Returns the op and the problem that compute an op of `problem`; they differ from it only for dX in FP8.
 
     dX of quantized operands is computed as a forward product with the transposed w, so K and N are exchanged.
     """
@@ -119,7 +119,7 @@ def computed_as(op: str, problem: GroupedGemmProblem) -> tuple[str, GroupedGemmP
 def load_layers(path: str | Path | None = None) -> dict[str, Layer]:
     """Layers by name from a JSON file {"layers": [{"name": ..., "tokens": ..., ...}]}, by default those that jgg knows.
 
-    Keys that `Layer` has no attribute for are ignored.
+    Other keys than `Layer`'s attributes are ignored.
 
     Raises: ValueError: the file is not JSON of this form; the message names the file.
     """

@@ -37,9 +37,9 @@ class Evaluate(Devices, Experts, WithAdapter):
     skip_unmarked: bool = changed(Data, "skip_unmarked", group="what is measured")
     limit: int | None = _measured("documents of each task, and sequences of each file, drawn by --seed", positive_int,
         metavar="N", shown="all")
-    sequence_length: int | None = _measured("tokens of a sequence, at most", positive_int, metavar="N",
+    sequence_length: int | None = _measured("maximum tokens per sequence", positive_int, metavar="N",
         shown="2048; for tasks max_position_embeddings")
-    batch_size: int | None = _measured("sequences that are computed at once, on all devices together", positive_int,
+    batch_size: int | None = _measured("sequences per batch, over all devices together", positive_int,
         metavar="N", shown="as many as have 16,384 tokens")
     seed: int = _measured("seed of what is drawn", seed, 0, metavar="SEED")
     tasks: str | None = _tasks("tasks of lm-eval, a comma list; `lm-eval ls tasks` lists them", metavar="LIST")

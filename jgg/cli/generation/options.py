@@ -34,25 +34,25 @@ class Generate(Experts, WithAdapter):
     prompt_file: Path | None = _prompt("file of the prompt, UTF-8, without the line break at its end", path,
         metavar="FILE", is_read=True)
     chat: bool = switch("prompt",
-        "write by the folder's chat template: answer --prompt or --prompt-file, or else each line of standard input")
-    system: str | None = option("prompt", "what the system says first in a --chat", metavar="TEXT")
+        "use the folder's chat template: answer --prompt or --prompt-file, or else each line of standard input")
+    system: str | None = option("prompt", "system message at the start of a --chat", metavar="TEXT")
     temperature: float | None = _of_file("sampling temperature; 0 decodes greedily", _temperature)
     top_k: int | None = _of_file("sample only from the k most likely tokens, ties included; 0: all", whole(0))
     top_p: float | None = _of_file("sample only from the most likely tokens that together have this probability",
         _positive_part)
     min_p: float | None = _of_file("sample only from tokens with at least this fraction of the top token's probability",
         _part)
-    repetition_penalty: float | None = _of_file("makes tokens less likely that the prompt or the text has; 1: none",
-        positive_float)
-    presence_penalty: float = _drawing("is taken off the logit of each token that the text has", _finite, 0.0)
-    frequency_penalty: float = _drawing("is taken off the logit of a token for each time", _finite, 0.0)
-    seed: int = _drawing("seed of what is drawn", seed, 0, metavar="SEED")
+    repetition_penalty: float | None = _of_file(
+        "penalizes tokens that already occur in the prompt or the output; 1: none", positive_float)
+    presence_penalty: float = _drawing("subtracted from the logit of each token that the output has", _finite, 0.0)
+    frequency_penalty: float = _drawing("subtracted from a token's logit each time the output has it", _finite, 0.0)
+    seed: int = _drawing("seed for sampling", seed, 0, metavar="SEED")
     stop: list[str] | None = _text("ends a text, and is left out of it; may be repeated", action="append",
         metavar="TEXT", shown="stop_strings of generation_config.json")
-    max_new_tokens: int | None = _text("new tokens, at most", positive_int, metavar="N",
+    max_new_tokens: int | None = _text("maximum number of new tokens", positive_int, metavar="N",
         shown="max_new_tokens of generation_config.json, else 256")
-    samples: int = _text("texts", positive_int, 1, metavar="N")
-    prefill_chunk: int | None = _text("tokens of the prompt that run at once, to save memory", positive_int,
+    samples: int = _text("number of texts", positive_int, 1, metavar="N")
+    prefill_chunk: int | None = _text("prompt tokens to process at once, to save memory", positive_int,
         metavar="N", shown="all")
     speed: bool = switch("output",
         "measure a second run, and print the speeds to stderr, or with --json among the rest")

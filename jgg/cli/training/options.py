@@ -49,14 +49,14 @@ class Data(Model):
         what="TOML file of options, such as the run.toml of a run: a key is an option's name without its dashes")
     data: list[Path] = _data("JSONL or parquet files, or folders of Hugging Face datasets, to learn from", path,
         REQUIRED, nargs="+", metavar="FILE", is_read=True, may_change=True)
-    mix: list[float] | None = _data("shares of the files of --data in what is learned, counted in tokens",
+    mix: list[float] | None = _data("share of each file of --data in the learned tokens",
         positive_float, nargs="+", metavar="SHARE", shown="each row once in an epoch")
-    sequence_length: int = _data("tokens of a sequence", positive_int, 2048, metavar="N")
-    split: bool = flag("data", "examples that are longer than a sequence are divided rather than cut")
+    sequence_length: int = _data("tokens per sequence", positive_int, 2048, metavar="N")
+    split: bool = flag("data", "divide examples longer than a sequence instead of cutting them")
     skip_unmarked: bool = flag("data",
         "skip and count conversations that the chat template rejects or cannot mark, rather than stop at the first",
         may_change=True)
-    packing: bool = flag("data", "several examples in a sequence, each attending to itself alone", default=True)
+    packing: bool = flag("data", "put several examples in a sequence, each attending only to itself", default=True)
     eval_data: list[Path] | None = _data(
         "examples that are not learned, in the same form: their loss and perplexity are measured as training goes on",
         path, nargs="+", metavar="FILE", is_read=True, may_change=True)
@@ -68,7 +68,7 @@ class Data(Model):
 class Training(Options):
     """How it is learned."""
 
-    batch_size: int | None = _training("sequences that are computed at once, on all devices together", positive_int,
+    batch_size: int | None = _training("sequences per batch, over all devices together", positive_int,
         metavar="N", shown="4, or one for each device")
     accumulate: int = _training("batches accumulated per optimizer step", positive_int, 1, metavar="N")
     epochs: float = _training("length of the run in epochs", positive_float, 1.0, metavar="EPOCHS",
@@ -79,11 +79,11 @@ class Training(Options):
         choices=OPTIMIZERS)
     learning_rate: float | None = _training("the highest rate, after the warm-up; it falls to 0 along a cosine",
         positive_float, metavar="RATE", shown="1e-3")
-    warmup: int | None = _training("steps in which the rate rises", positive_int, metavar="STEPS",
+    warmup: int | None = _training("steps over which the rate rises", positive_int, metavar="STEPS",
         shown="a twentieth of the steps")
     weight_decay: float = _training("decoupled weight decay, applied to matrices only", _not_negative, 0.1,
         metavar="RATE")
-    remat: str = _training("which results the backward pass computes again, see jgg.models.Decoder", default="none",
+    remat: str = _training("which results the backward pass recomputes, see jgg.models.Decoder", default="none",
         choices=REMAT, may_change=True)
     seed: int = _training("seed for initialization and data order", seed, 0, metavar="SEED")
 
@@ -102,8 +102,8 @@ class Devices(Options):
     exchange: str = _devices("how tokens reach the devices of their experts, see docs/scaling.md", default=EXCHANGES[0],
         choices=EXCHANGES, may_change=True)
     buffer_factor: float | None = _devices(
-        "room of each device for rows, in shares of an even distribution; rows beyond it are dropped", positive_float,
-        metavar="X", shown="room for all rows")
+        "buffer size per device, as a multiple of an even share of the routed tokens; rows beyond it are dropped",
+        positive_float, metavar="X", shown="room for all rows")
     coordinator: str | None = _devices(
         "address of process 0, HOST:PORT, where several processes train together; auto: Slurm, Kubernetes or another"
         " environment that JAX knows says who takes part", metavar="ADDRESS", is_noted=False)
@@ -123,7 +123,7 @@ class Output(Options):
         "where to log in addition to OUTPUT.jsonl; wandb: Weights & Biases, set up by its own environment variables",
         choices=tuple(TRACKERS), nargs="+")
     checkpoints: Path | None = _free(
-        "a folder to save the state of training in; the same command run again goes on from there", path,
+        "a folder for the training state; run the same command again to resume from it", path,
         metavar="FOLDER")
     save_every: int = _free("steps between two checkpoints", positive_int, 200, metavar="N")
     quiet: bool = flag("output", "print only errors", is_noted=False)
