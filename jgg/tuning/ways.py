@@ -40,7 +40,7 @@ class Reference(Protocol):
     """The expected result, against which results are checked."""
 
     def check(self, result: Any, /) -> Measurement:
-        """Judges a result; the measurement has no seconds."""
+        """Checks a result; the measurement's `seconds` is None."""
         ...
 
 
