@@ -152,8 +152,8 @@ def _told_steps(run: Run, trainer: jgg.train.Trainer) -> Iterator[int]:
             yield record.step
             if done == 0:
                 folders.note(args, run.noted)  # now that the checkpoints are this run's alone
-            if done == 0 and record.step > 1:
-                say(args, f"goes on from step {record.step - 1}, which --checkpoints {args.checkpoints} has")
+                if record.step > 1:
+                    say(args, f"goes on from step {record.step - 1}, which --checkpoints {args.checkpoints} has")
             values = measured(run, record, trainer)
             say(args, in_words(record, values))
             if is_first():
