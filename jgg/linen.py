@@ -93,6 +93,7 @@ class MoE(nn.Module, LayerOptions):
         for name, shape in layer.shapes.items():
             packed = self._packed(name, shape)
             params[name] = self.param(name, inits[name], shape, self.param_dtype) if packed is None else packed
+        inits = layer.adapter_initializers(params, self.sharding)
         of_adapters: dict[str, jax.Array | QuantizedArray] = {
             name: self.param(name, inits[name], shape, self.lora_param_dtype)
             for name, shape in layer.adapter_shapes.items()

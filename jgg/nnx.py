@@ -140,6 +140,7 @@ class MoE(LayerOptions, InFeatures, nnx.Module):
         for name, shape in layer.shapes.items():
             metadata = cast(dict[str, Any], kernel_metadata or {}) if len(shape) == 3 else {}
             setattr(self, name, nnx.Param(by_name[name](rngs.params(), shape, param_dtype), **metadata))
+        by_name = layer.adapter_initializers({name: self._value(name) for name in layer.shapes}, self.sharding)
         for name, shape in layer.adapter_shapes.items():
             setattr(self, name, nnx.LoRAParam(by_name[name](rngs.params(), shape, lora_param_dtype)))
         if self.use_selection_bias:

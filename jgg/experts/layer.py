@@ -40,7 +40,7 @@ from jgg.launching.choice import How
 from jgg.linear.activated import activated
 from jgg.linear.dense import dense
 from jgg.linear.fp8 import Fp8
-from jgg.linear.lora import Lora, adapter_init
+from jgg.linear.lora import Lora, adapter_init, target_of
 from jgg.linear.low_rank import LowRank, beside
 from jgg.linear.weights import as_matrix
 from jgg.products.add_gated import ADD_GATED, AddGated
@@ -195,12 +195,16 @@ class MoELayer(LayerOptions, InFeatures):
         bias_init: Initializer,
         sharding: MoESharding | None,
     ) -> dict[str, Initializer]:
-        """The initializers of parameters and adapters by name; with a sharding they create arrays already split."""
+        """The initializers of parameters by name; with a sharding they create arrays already split."""
         inits: dict[str, Initializer] = {"scale_router": jax.nn.initializers.ones}
         for name, shape in self.shapes.items():
             init = bias_init if name.startswith("b_") else kernel_init if len(shape) == 3 else router_init
             inits.setdefault(name, init)
-        inits |= {name: adapter_init(name, shape) for name, shape in self.adapter_shapes.items()}
+        return inits if sharding is None else {name: sharding.split_init(init, name) for name, init in inits.items()}
+
+    def adapter_initializers(self, params: Mapping[str, Any], sharding: MoESharding | None) -> dict[str, Initializer]:
+        """The initializers of the adapters of these params, by name, as `initializers` has those of the params."""
+        inits = {name: adapter_init(name, params[target_of(name)]) for name in self.adapter_shapes}
         return inits if sharding is None else {name: sharding.split_init(init, name) for name, init in inits.items()}
 
     def adapters(self, params: Mapping[str, jax.Array]) -> dict[str, LowRank]:

@@ -18,7 +18,7 @@ from jgg.core.choices import EXCHANGES, FSDP_SPLITS
 from jgg.core.matrix import Factors, Matrix
 from jgg.core.problem import W_LAYOUTS
 from jgg.core.quantized import QuantizedArray, block_of
-from jgg.linear.lora import adapter_names
+from jgg.linear.lora import adapter_axes, adapter_names
 
 P = jax.P
 _WHOLE = P()  # every device has all of it
@@ -129,14 +129,10 @@ class MoESharding:
         if self.fsdp_splits == "experts":
             axes, features = [self.expert, self.fsdp], None
         experts = tuple(axis for axis in axes if axis is not None)
-        in_ekn = {
-            "w_gate_up": (features, self.tensor),
-            "w_gate_up_lora_a": (features, None),
-            "w_gate_up_lora_b": (None, self.tensor),
-            "w_down": (self.tensor, features),
-            "w_down_lora_a": (self.tensor, None),
-            "w_down_lora_b": (None, features),
-        }
+        weights = {"w_gate_up": (features, self.tensor), "w_down": (self.tensor, features)}
+        in_ekn: dict[str, tuple[str | None, ...]] = {**weights}
+        for name, split in weights.items():
+            in_ekn |= adapter_axes(name, split, None)
         step = 1 if w_layout == "ekn" else -1
         specs = {name: P(experts or None, *split[::step]) for name, split in in_ekn.items()}
         return specs | {"b_gate_up": P(self.expert, self.tensor), "b_down": P(self.expert, None)}

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
 
+import jax
 import numpy as np
 
 from jgg.core.arguments import check
@@ -19,6 +20,11 @@ FUSED = {"w_gate_up": "gate_up_proj", "w_down": "down_proj"}  # in the order in 
 def pair_of(place: str) -> tuple[str, str]:
     """The names of the two tensors of a module's adapter."""
     return f"{PREFIX}{place}.lora_A.weight", f"{PREFIX}{place}.lora_B.weight"
+
+
+def names_of(module: str) -> set[str]:
+    """The names of all tensors that a module's adapter may have."""
+    return {*pair_of(module)}
 
 
 def places(own: Family, layer: int, targeted: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -107,7 +113,7 @@ class ExpertsReader:
                 if "{e}" in part:
                     name = block + part.removesuffix(".weight")
                     modules = [name.replace("{e}", str(expert)) for expert in range(self.shapes[param][0])]
-                    own = {name for module in modules for name in pair_of(module)}
+                    own = set[str]().union(*map(names_of, modules))
                     expected |= own if own & present else set()
                     found.setdefault(param, []).append(modules if own & present else None)
         self._check_names(present, expected, layer)
@@ -128,13 +134,30 @@ class ExpertsReader:
             f"{self.settings.where}, got ranks {sorted(ranks)} and scales {sorted(scales)}.",
         )
         (rank,), (scale,) = ranks, scales
-        of_a, of_b = zip(*map(pair_of, modules), strict=True)
-        for names, own in ((of_a, (rank, shape[1])), (of_b, (shape[2], rank))):
-            for name in names:
-                self._check_shape(name, own)
+        terms = [read_term(self.tensors, module, shape[1:], rank, scale, self.where) for module in modules]
         self.modules.extend(modules)
-        a, b = (np.stack([self.tensors[name].T for name in names]) for names in (of_a, of_b))
-        return LowRank(a, b, scale)
+        return jax.tree.map(lambda *parts: np.stack(parts), *terms)
+
+
+def read_term(
+    tensors: Mapping[str, np.ndarray], module: str, shape: Sequence[int], rank: int, scale: float, where: str
+) -> LowRank:
+    """The term of one module's matrix [K, N]; raises if a tensor is missing or has a wrong shape."""
+    of_a, of_b = pair_of(module)
+    for name, wanted in ((of_a, (rank, shape[0])), (of_b, (shape[1], rank))):
+        check(name in tensors, f"{name} is missing in {where}.")
+        check_shape(f"{name} of {where}", tensors[name], wanted)
+    return LowRank(tensors[of_a].T, tensors[of_b].T, scale)
+
+
+def joined(parts: Sequence[LowRank | None], width: int) -> LowRank:
+    """One term for a matrix that joins several modules; if they all have the same a, the term has it too."""
+    first = parts[0]
+    if first is not None and all(
+        part is not None and part.scale == first.scale and np.array_equal(part.a, first.a) for part in parts
+    ):
+        return LowRank(first.a, np.concatenate([part.b for part in parts if part is not None], axis=1), first.scale)
+    return side_by_side(parts, width)
 
 
 def side_by_side(parts: Sequence[LowRank | None], width: int) -> LowRank:

@@ -19,7 +19,7 @@ from jgg.experts.moe import moe_mlp
 from jgg.experts.router.routing import route
 from jgg.experts.sharding import MoESharding, interleave, sharded_moe_mlp
 from jgg.integrations.plugs import Framework, log_experts
-from jgg.linear.lora import Lora, adapter_init, adapter_names
+from jgg.linear.lora import Lora, adapter_init, adapter_names, target_of
 from jgg.linear.low_rank import LowRank
 
 _TUNIX = Framework("tunix", "google-tunix", tested=("0.1.7",))
@@ -129,8 +129,9 @@ def add_lora(
         sharding = _sharding(layer)
         experts, features, hidden = layer.gate_proj.shape
         shapes = lora.shapes({"w_gate_up": (experts, features, 2 * hidden), "w_down": (experts, hidden, features)})
+        weights = {"w_gate_up": layer.gate_proj, "w_down": layer.down_proj}
         for name, shape in shapes.items():
-            init = adapter_init(name, shape)
+            init = adapter_init(name, weights[target_of(name)])
             init = init if sharding is None else sharding.split_init(init, name)
             setattr(layer, name, nnx.LoRAParam(init(rngs.params(), shape, layer.gate_proj.dtype)))
         layer.jgg_lora = lora

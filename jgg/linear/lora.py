@@ -1,7 +1,7 @@
 """The LoRA adapters of a layer: their options, names and shapes, and the terms that they make."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Self
 
 import jax
@@ -32,6 +32,24 @@ class Lora:
     def of_layer(cls, options: object) -> Self:
         """The options that the fields of a layer give."""
         return cls(*(getattr(options, f"lora_{field.name}") for field in dataclasses.fields(cls)))
+
+    @classmethod
+    def of_terms(cls, terms: Iterable[tuple[str, LowRank]]) -> Self:
+        """The options of the adapters of a model that has room for all of these terms, each of a target.
+
+        A target's rank is the largest rank of its terms, and its scale is the first term's.
+        """
+        by_target: dict[str, list[LowRank]] = {}
+        for target, term in terms:
+            by_target.setdefault(target, []).append(term)
+        ranks = tuple(max(term.a.shape[-1] for term in own) for own in by_target.values())
+        scales = (own[0].scale for own in by_target.values())
+        alphas = tuple(scale * rank for scale, rank in zip(scales, ranks, strict=True))
+        return cls(
+            ranks[0] if len(set(ranks)) == 1 else ranks,
+            alphas[0] if len(set(alphas)) == 1 else alphas,
+            tuple(by_target),
+        )
 
     @property
     def of_a_layer(self) -> dict[str, Any]:
@@ -90,8 +108,8 @@ class Lora:
         shapes: dict[str, tuple[int, ...]] = {}
         for target, rank in self.ranks.items():
             if target in weights:
-                (a, b), (*experts, rows, columns) = adapter_names(target), weights[target]
-                shapes |= {a: (*experts, rows, rank), b: (*experts, rank, columns)}
+                *experts, rows, columns = weights[target]
+                shapes |= {name: (*experts, *own) for name, own in adapter_axes(target, (rows, columns), rank).items()}
         return shapes
 
     def matrix(self, target: str, params: Mapping[str, jax.Array]) -> Matrix:
@@ -104,6 +122,12 @@ class Lora:
         """The terms by the names of their weights."""
         pairs = {target: adapter_names(target) for target in self.ranks}
         return {target: LowRank(params[a], params[b], self.scales[target]) for target, (a, b) in pairs.items()}
+
+    def check_merged(self, params: Mapping[str, jax.Array]) -> None:
+        """Raises unless all adapters are as `merge` leaves them."""
+        for target, term in self.terms(params).items():
+            name = adapter_names(target)[1]
+            check(not jnp.any(term.b), f"{name} must be zero, as merge_adapters() leaves it, to be saved.")
 
     def merge(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
         """The parameters with each term merged into its weights, [E, K, N] or [K, N], and its b zero."""
@@ -124,16 +148,27 @@ def _each(convert: Any, value: Any) -> Any:
     return tuple(map(convert, value)) if isinstance(value, tuple | list) else convert(value)
 
 
-def adapter_init(name: str, shape: tuple[int, ...]) -> Initializer:
-    """The initializer of an adapter's a or b [..., rows, columns]; for a, as in Flax's nnx.LoRA, matrix by matrix.
+def adapter_init(name: str, w: Any) -> Initializer:
+    """The initializer of a or b for weights w [..., K, N]; for a, as in Flax's nnx.LoRA, matrix by matrix.
 
     b is zero, so that a new adapter changes nothing.
     """
     if name.endswith("_b"):
         return jax.nn.initializers.zeros
-    return jax.nn.initializers.he_uniform(batch_axis=tuple(range(len(shape) - 2)))
+    return jax.nn.initializers.he_uniform(batch_axis=tuple(range(len(w.shape) - 2)))
 
 
 def adapter_names(target: str) -> tuple[str, str]:
     """The names of a and b for the weights of this name."""
     return f"{target}_lora_a", f"{target}_lora_b"
+
+
+def target_of(name: str) -> str:
+    """The name of the weights that an adapter of this name is for."""
+    return name.partition("_lora_")[0]
+
+
+def adapter_axes[Axis](target: str, axes: tuple[Axis, Axis], own: Axis) -> dict[str, tuple[Axis, ...]]:
+    """The axes of a and b, by name: of those of the weights [K, N], the one that each has, and `own` for r."""
+    (a, b), (rows, columns) = adapter_names(target), axes
+    return {a: (rows, own), b: (own, columns)}

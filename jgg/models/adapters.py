@@ -24,7 +24,7 @@ from jgg.linear.low_rank import LowRank
 from jgg.models.decoder import Decoder
 from jgg.models.modules import Options
 from jgg.models.placement import on_host, place, put
-from jgg.models.read_adapters import Found, lora_of, read_terms
+from jgg.models.read_adapters import Found, read_terms
 from jgg.models.tensors import Matrix, matrices
 
 
@@ -157,7 +157,7 @@ def load_adapter(model: Decoder, folder: str | Path) -> None:
     """
     check_instance("model", model, Decoder, "a jgg.models.Decoder")
     found = read_terms(model, as_path("folder", folder))
-    lora = lora_of(found)
+    lora = Lora.of_terms((matrix.target, term) for matrix, terms in found for term in terms.values())
     if not _is_same(model, lora):
         _replace_adapters(model, lora)
     _set_terms(model, found)

@@ -25,7 +25,7 @@ from jgg.hf.files import DTYPES, Header, check_names, errors_with
 from jgg.hf.hub import folder_of
 from jgg.hf.quantized import QuantizedTensors, quantization
 from jgg.linear.fp8 import Fp8, quantize_weights
-from jgg.linear.lora import adapter_init
+from jgg.linear.lora import adapter_init, target_of
 from jgg.models.config import ModelConfig, model_config
 from jgg.models.decoder import Decoder
 from jgg.models.left_out import LeftOut
@@ -306,8 +306,8 @@ def _with_layer[Arrays](
 def _create_adapters(model: Decoder, rngs: nnx.Rngs) -> None:
     """Creates the LoRA adapters of a model that `nnx.eval_shape` made."""
     for path, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
-        own, shape = str(path[-1]), variable.shape
-        names = tuple(map(str, path))
-        init = split_init(adapter_init(own, shape), names, shape, model.options.sharding, is_stacked=True)
+        names, shape = tuple(map(str, path)), variable.shape
+        w = getattr(module_of(model, path), target_of(names[-1])).get_value()
+        init = split_init(adapter_init(names[-1], w), names, shape, model.options.sharding, is_stacked=True)
         adapter = init(rngs.params(), shape, model.options.lora_param_dtype)
-        getattr(module_of(model, path), own).set_value(adapter)
+        getattr(module_of(model, path), names[-1]).set_value(adapter)

@@ -17,7 +17,7 @@ from jgg.experts.sharding import MoESharding
 from jgg.linear.activated import activated
 from jgg.linear.dense import dense
 from jgg.linear.fp8 import Fp8
-from jgg.linear.lora import Lora, adapter_init
+from jgg.linear.lora import Lora, adapter_init, target_of
 from jgg.linear.several import dense_several
 from jgg.models.config import ModelConfig
 from jgg.models.placement import checked_sharding, split_init
@@ -108,8 +108,8 @@ def set_params(
         init = split_init(init, (name,), shape, options.sharding)
         setattr(module, name, nnx.Param(init(rngs.params(), shape, options.param_dtype)))
     for name, shape in options.lora.shapes(shapes).items():
-        adapter = adapter_init(name, shape)(rngs.params(), shape, options.lora_param_dtype)
-        setattr(module, name, nnx.LoRAParam(adapter))
+        init = adapter_init(name, getattr(module, target_of(name)).get_value())
+        setattr(module, name, nnx.LoRAParam(init(rngs.params(), shape, options.lora_param_dtype)))
 
 
 def linear(module: nnx.Module, x: jax.Array, name: str, options: Options, adapters: bool = True) -> jax.Array:

@@ -2,14 +2,10 @@
 
 from pathlib import Path
 
-import numpy as np
-
 from jgg.core.arguments import check
 from jgg.core.choices import OF_MIXERS
 from jgg.hf import adapters as of_hf
-from jgg.hf.adapter_experts import pair_of, side_by_side
-from jgg.hf.files import check_shape
-from jgg.linear.lora import Lora
+from jgg.hf.adapter_experts import joined, names_of, pair_of, read_term
 from jgg.linear.low_rank import LowRank
 from jgg.models.decoder import Decoder
 from jgg.models.tensors import Matrix, matrices
@@ -30,25 +26,6 @@ def read_terms(model: Decoder, folder: Path) -> Found:
     reader.check_all_read()
     check(any(own for _, own in found), f"{reader.where} must have an adapter of a matrix, got none.")
     return found
-
-
-def lora_of(found: Found) -> Lora:
-    """The options of the adapters of a model that has room for all of the terms.
-
-    A target's rank is the largest rank of its terms, and its scale is the first term's.
-    """
-    by_target: dict[str, list[LowRank]] = {}
-    for matrix, own in found:
-        if own:
-            by_target.setdefault(matrix.target, []).extend(own.values())
-    ranks = tuple(max(term.a.shape[-1] for term in terms) for terms in by_target.values())
-    scales = (terms[0].scale for terms in by_target.values())
-    alphas = tuple(scale * rank for scale, rank in zip(scales, ranks, strict=True))
-    return Lora(
-        ranks[0] if len(set(ranks)) == 1 else ranks,
-        alphas[0] if len(set(alphas)) == 1 else alphas,
-        tuple(by_target),
-    )
 
 
 class _Reader:
@@ -96,7 +73,7 @@ class _Reader:
             found = any(own[index] for own in parts.values())
             for number, modules in matrix.modules.items():
                 self._check_found(modules[index], parts[number][index], found or matrix.target in OF_MIXERS)
-        return {number: _joined(own, width) for number, own in parts.items() if any(own)}
+        return {number: joined(own, width) for number, own in parts.items() if any(own)}
 
     def _check_found(self, module: str, term: LowRank | None, is_in_others: bool) -> None:
         """Raises if a target has no term.
@@ -110,29 +87,16 @@ class _Reader:
 
     def _of_module(self, module: str, shape: tuple[int, int]) -> LowRank | None:
         """The term of one module's matrix [K, N]; None if the file has none."""
-        tensors, (of_a, of_b) = self.adapter.others, pair_of(module)
-        present = {of_a, of_b} & tensors.keys()
+        present = names_of(module) & self.adapter.others.keys()
         if not present:
             return None
-        for name in (of_a, of_b):
-            check(name in present, f"{name} is missing in {self.where}.")
         name = module if self.settings.targets_module(module) else f"{module}.weight"
         check(
             name == module or self.settings.targets_parameter(name),
-            f"{of_a} of {self.where} must be of a target in {self.settings.where}, got none for {module}.",
+            f"{pair_of(module)[0]} of {self.where} must be of a target in {self.settings.where}, got none for "
+            f"{module}.",
         )
         rank = self.settings.rank(name)
-        for part, wanted in ((of_a, (rank, shape[0])), (of_b, (shape[1], rank))):
-            check_shape(f"{part} of {self.where}", tensors[part], wanted)
         self.read_names |= present
-        return LowRank(tensors[of_a].T, tensors[of_b].T, self.settings.scale(name, rank))
-
-
-def _joined(parts: list[LowRank | None], width: int) -> LowRank:
-    """One term for a matrix that joins several modules; if they all have the same a, the term has it too."""
-    first = parts[0]
-    if first is not None and all(
-        part is not None and part.scale == first.scale and np.array_equal(part.a, first.a) for part in parts
-    ):
-        return LowRank(first.a, np.concatenate([part.b for part in parts if part is not None], axis=1), first.scale)
-    return side_by_side(parts, width)
+        scale = self.settings.scale(name, rank)
+        return read_term(self.adapter.others, module, shape, rank, scale, str(self.where))

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.experimental import multihost_utils
@@ -21,7 +20,7 @@ from jgg.hf.checkpoints import INDEX, SINGLE, to_hf
 from jgg.models.decoder import Decoder
 from jgg.models.left_out import Copies, module_of
 from jgg.models.placement import on_host
-from jgg.models.tensors import Stack, ends, expected_shapes, stacks
+from jgg.models.tensors import Stack, ends, expected_shapes, matrices, stacks
 
 _CONFIG = "config.json"
 
@@ -163,10 +162,10 @@ def _dense_modules(model: Decoder) -> set[str]:
 
 
 def _check_adapters(model: Decoder) -> None:
-    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.LoRAParam)):
-        if str(path[-1]).endswith("_lora_b"):
-            is_merged = not jnp.any(variable[...])
-            check(is_merged, f"{'.'.join(map(str, path))} must be zero, as merge_adapters() leaves it, to be saved.")
+    params = {".".join(map(str, path)): variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}
+    for matrix in matrices(model):
+        name = f"{matrix.stack.plan.name}.{matrix.name}"
+        model.options.lora.of({matrix.target: name}).check_merged(params)
 
 
 def _tensors(model: Decoder, config: dict[str, object]) -> Iterator[tuple[str, np.ndarray]]:

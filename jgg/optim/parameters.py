@@ -8,6 +8,7 @@ import optax
 from optax.contrib import MuonDimensionNumbers
 
 from jgg.core.arguments import check
+from jgg.linear.lora import adapter_names, target_of
 
 _OTHERS = "w_embedding", "w_head", "w_router"  # matrices by their names, which AdamW trains
 
@@ -31,7 +32,7 @@ def matrices(params: optax.Params) -> optax.Params:
     def numbers(path: tuple[Any, ...], array: jax.Array) -> MuonDimensionNumbers | None:
         names = [key.key for key in path if isinstance(key, jax.tree_util.DictKey) and isinstance(key.key, str)]
         name = names[-1] if names else ""
-        is_own = name.startswith("w_") and name not in _OTHERS and not name.endswith(("_lora_a", "_lora_b"))
+        is_own = name.startswith("w_") and name not in (*_OTHERS, *adapter_names(target_of(name)))
         are_matrices = array.ndim >= 2 and 1 not in array.shape[-2:]
         return MuonDimensionNumbers(-2, -1) if is_own and are_matrices else None
 
