@@ -4,9 +4,10 @@
     python -m benchmarks.dense --rows 1,8 --shapes 2048x4096
     python -m benchmarks.dense --write
 
-Prints, for x [rows, K] and each w [K, N], microseconds a layer of each, checked against each other before. With few
-rows it times the forward pass, as in decoding; with more, the forward and the backward pass, w frozen or trained, with
-and without LoRA. `--write` writes what was faster into jgg/launching/dense_products.json, by which jgg chooses.
+For x [rows, K] and each w [K, N] it checks the two against each other and prints the microseconds per layer of each.
+With few rows it times the forward pass, as in decoding; with more, the forward and the backward pass, w frozen or
+trained, with and without LoRA. `--write` writes which is faster into jgg/launching/dense_products.json, where jgg
+looks it up.
 """
 
 import argparse
@@ -177,7 +178,7 @@ def measure(case: Case, tries_configs: bool) -> dict[str, float | str]:
 
 
 def entries_of(measured: list[dict[str, Any]]) -> list[dense_choice.Measured]:
-    """The entries of jgg's table: LoRA beside frozen weights, or trained weights; with few rows one for both."""
+    """The entries of jgg's table: frozen weights with LoRA, or trained weights; with few rows one entry for both."""
     entries = []
     for case in measured:
         is_forward = case["passes"] == "forward"
@@ -200,7 +201,7 @@ def main() -> None:
     parser.add_argument("--rows", default=",".join(map(str, FEW_ROWS + MANY_ROWS)), help="numbers of rows")
     parser.add_argument("--shapes", default=",".join(f"{k}x{n}" for k, n in SHAPES), help="KxN of weights")
     parser.add_argument("--configs", action="store_true", help="try more configurations of the kernels with few rows")
-    parser.add_argument("--write", action="store_true", help="write the table by which jgg chooses")
+    parser.add_argument("--write", action="store_true", help="write the table that jgg chooses from")
     parser.add_argument("--json", type=new_file, help="write all times into this file")
     args = parser.parse_args()
     shapes = tuple(tuple(map(int, shape.split("x"))) for shape in args.shapes.split(","))

@@ -1,4 +1,4 @@
-"""Times grouped GEMMs as `jgg bench` does, and beside them the grouped GEMMs of tokamax, torch and QuACK.
+"""Times grouped GEMMs as `jgg bench` does, together with the grouped GEMMs of tokamax, torch and QuACK.
 
     python -m benchmarks.gemms --layer qwen3-30b-a3b --peers dense,torch,quack
 
@@ -36,7 +36,7 @@ def make_parser() -> argparse.ArgumentParser:
         "python -m benchmarks.gemms", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add_options(parser, Bench)
-    what = f"all, none or a comma list of {', '.join(PEERS)}; bfloat16 is beside fp8 (default: %(default)s)"
+    what = f"all, none or a comma list of {', '.join(PEERS)}; bfloat16 is compared with fp8 (default: %(default)s)"
     parser.add_argument("--peers", default="all", metavar="LIST", help=what)
     what = "how the names of the written files begin (default: %(default)s)"
     parser.add_argument("--out", type=prefix, default="jgg-gemms", metavar="PREFIX", help=what)

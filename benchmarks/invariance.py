@@ -3,13 +3,14 @@
     python -m benchmarks.invariance
     python -m benchmarks.invariance --layers 8 --json FILE
 
-The first table has, for each part of a model, how many percent of the elements of the first rows have other bits than
-in a call with all rows: with so many rows alone, and with all rows in another order. The second has, for a model of
-Qwen3-30B's sizes with few layers, how many percent of the losses of the first sequences are others than in a batch of
-all, and how many of the log-probabilities of generated tokens are others than the trainer's, and by how much at most.
+The first table compares, for each part of a model, the results of the first rows with those of a call with all rows:
+what percentage of elements have different bits if only these rows are in the call, and if all rows are in another
+order. The second table is for a model of Qwen3-30B's sizes with few layers: what percentage of the first sequences'
+losses differ from those in a batch of all sequences, what percentage of the log-probabilities of generated tokens
+differ from the trainer's, and by how much at most.
 
-What it costs a whole model is measured by `python -m benchmarks.models`, with and without `--batch-invariant`. On a CPU
-small sizes are compared, with the kernels of XLA alone.
+`python -m benchmarks.models`, with and without `--batch-invariant`, measures what it costs a whole model. On a CPU,
+small sizes are compared, with XLA's kernels alone.
 """
 
 import argparse
@@ -48,12 +49,12 @@ def bits(array: jax.Array) -> np.ndarray:
 
 
 def percent_of_others(got: jax.Array, want: jax.Array) -> float:
-    """How many percent of the elements have other bits."""
+    """The percentage of elements with other bits."""
     return float((bits(got) != bits(want)).mean() * 100) if got.size else 0.0
 
 
 def compare(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> list[float]:
-    """For each of COUNTS, how many percent of the results of so many rows are others than among all; then in order."""
+    """For each of COUNTS, the percentage of results that differ with only this many rows; last, for all in another order."""
     counts = [count for count in COUNTS if count <= len(x)]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiled = {count: pool.submit(_compiled, function, x, count) for count in [*counts, len(x)]}

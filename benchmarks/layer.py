@@ -71,7 +71,7 @@ class LayerProblem:
         return {"x": tokens, "dy": tokens, "w_router": router, "w_gate_up": up.w_shape, "w_down": down.w_shape}
 
     def operands(self, seed: int = 0) -> dict[str, jax.Array]:
-        """Random arrays of `shapes`, and group_sizes [1], by which `timing.measure` ties one call to the next."""
+        """Random arrays of `shapes`, and group_sizes [1], which lets `timing.measure` tie one call to the next."""
         normal = jax.jit(jax.random.normal, static_argnums=(1, 2))
         keys = jax.random.split(jax.random.key(seed), len(self.shapes))
         fan_in = {"x": 1, "dy": 1, "w_down": self.layer.expert_intermediate}
@@ -166,7 +166,7 @@ def _run_flax(problem, which, arrays):
 
 
 def run_passes(forward: Callable, which: str, arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
-    """y, the gradients if the backward pass is wanted, and what else `forward(floats)` returns beside y."""
+    """y, the gradients if the backward pass is wanted, and what else `forward(floats)` returns."""
     floats = {name: arrays[name] for name in ("x", *WEIGHTS)}
     if which == FORWARD:
         y, others = forward(floats)
@@ -195,7 +195,7 @@ class LayerReference:
         allowed error is larger by a tenth of the largest element.
       logits: float32 logits, with which the choices are checked.
       topk_indices: the router's choices, for a layer that does not tell its own.
-      choice_error: the most by which an expert left out may beat one chosen, relative to the largest logit.
+      choice_error: how far an expert left out may beat one chosen, at most, relative to the largest logit.
     """
 
     parts: dict[str, Reference]
@@ -251,9 +251,9 @@ def _expected(problem, which, precision):
 
 @jax.jit
 def _choice_error(logits, topk_indices):
-    """The most by which an expert left out beats one chosen, relative to the largest logit; inf for a wrong index.
+    """How far an expert left out beats one chosen, at most, relative to the largest logit; inf for a wrong index.
 
-    It is negative if every choice is right, and as small as the rounding of the logits if only rounding changed one.
+    It is negative if every choice is right, and no larger than the rounding of the logits if only rounding changed one.
     """
     num_tokens, num_experts = logits.shape
     in_range = jnp.all((topk_indices >= 0) & (topk_indices < num_experts))

@@ -1,8 +1,8 @@
-"""Whole MoE layers of other libraries, if these are installed, beside which `benchmarks.layers` measures jgg's.
+"""Whole MoE layers of other libraries, where installed, for `benchmarks.layers` to compare with jgg's.
 
-A peer of JAX is a layer as a user writes it around a grouped product, with gradients by JAX. A peer of torch is the
-library's own layer, called eagerly. A peer may choose experts by logits that it rounded, so it is checked against a
-reference for the experts that it chose.
+A peer in JAX is a layer as a user writes it around a grouped product, with JAX's gradients. A peer in torch is the
+library's own layer, called eagerly. A peer may choose experts by rounded logits, so it is checked against a reference
+for the experts that it chose.
 """
 
 import dataclasses

@@ -75,7 +75,7 @@ class Sizes:
         return self._used * (rows * columns + 4 * -(-rows // BLOCK) * -(-columns // BLOCK))
 
     def converted(self, name: str) -> int:
-        """What a cast or quantization of these weights reads and writes; 0 if products read them as they are."""
+        """What a cast or quantization of these weights reads and writes; 0 if products read them unchanged."""
         if self.problem.quantization is None and self._itemsize(name) == jnp.dtype(self.problem.dtype).itemsize:
             return 0
         _, rows, columns = self.problem.shapes[name]

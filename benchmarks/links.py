@@ -1,13 +1,13 @@
-"""Predicts steps on several GPUs of a machine from bytes, FLOPs and the speed of links, beside what was measured.
+"""Predicts steps on several GPUs of a machine from bytes, FLOPs and the speed of links, next to measured times.
 
-    python -m benchmarks.links                       # a layer, by each strategy, beside gpus.csv
+    python -m benchmarks.links                       # a layer, by each strategy, next to gpus.csv
     python -m benchmarks.links --step --expert 8     # a step of a whole model: options of benchmarks.training
 
 The model of a layer: a device takes the time of one GPU, times the ratio of the least times of their computations
 (`benchmarks.layer_roofline`: as many rows, but weights of fewer experts and more tokens, or fewer features), and then
-what it sends takes bytes / LINK. That of a step: FLOPs at the speed that one GPU had, AdamW's bytes at the speed of a
-copy, and bytes / LINK. Nothing overlaps in the time that is predicted; "hidden" is the time if all that is sent moved
-beside computations. Bytes are counted as in `benchmarks.sent.bytes_sent`.
+sending takes bytes / LINK. The model of a step: FLOPs at the speed that one GPU had, AdamW's bytes at the speed of a
+copy, and bytes / LINK. The predicted time assumes that nothing overlaps; "hidden" is the time if everything were sent
+during computations. Bytes are counted as in `benchmarks.sent.bytes_sent`.
 """
 
 import argparse
@@ -66,7 +66,7 @@ class Predicted(NamedTuple):
 
     @property
     def hidden(self) -> float:
-        """The time if all that is sent moves beside computations."""
+        """The time if everything is sent during computations."""
         return max(self.computed, self.sent / LINK)
 
 
@@ -144,7 +144,7 @@ def step_of(args, config: jgg.models.ModelConfig) -> Step:
     layer = Layer("own", args.batch * args.sequence, config.features, 1, moe.num_experts, moe.topk)
     way = Strategy(expert=expert, exchange=args.exchange, buffer_factor=args.buffer_factor or expert)
     sent = {
-        "exchange": 5 / 4 * count * exchanged(layer, way),  # x is sent again in the backward pass, as it is not kept
+        "exchange": 5 / 4 * count * exchanged(layer, way),  # x is not kept, so the backward pass sends it again
         "experts": 3 * (fsdp - 1) / fsdp * experts / expert * _BYTES,
         "other matrices of layers": 3 * others * layers * _BYTES,
         "embedding and head": 2 * others * ends * _BYTES,  # gathered once
@@ -216,7 +216,7 @@ def make_parser() -> argparse.ArgumentParser:
         "python -m benchmarks.links", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--step", action="store_true", help="predict a step of a whole model")
-    # 8 layers of Qwen3-30B-A3B on one H100 took 121 ms (models.csv), of which AdamW's bytes take 26
+    # 8 layers of Qwen3-30B-A3B on one H100 took 121 ms (models.csv), including 26 for AdamW's bytes
     what = "FLOP/s of a GPU without AdamW (%(default)s)"
     parser.add_argument("--flops", type=positive_float, default=465e12, help=what)
     add_model_options(parser)

@@ -1,10 +1,10 @@
-"""Measures LoRA beside frozen experts: forward + backward of x and the adapters, over the pass that has no adapters.
+"""Measures LoRA on frozen experts: forward + backward of x and the adapters, compared with no adapters.
 
     python -m benchmarks.lora --layer qwen3-30b-a3b --rank 16,64
 
-Every result is checked against plain JAX, then timed. Prints a table; the time of each way is also given as a ratio to
-the frozen layer's, and beside the least time (% of roofline, see `benchmarks.layer_roofline`). Routing is in the times,
-the router's product is not.
+Every result is checked against plain JAX, then timed. Prints a table with the time of each variant, its ratio to the
+frozen layer's time, and its percentage of the least possible time (% of roofline, see `benchmarks.layer_roofline`).
+Times include routing but not the router's product.
 """
 
 import argparse
@@ -42,7 +42,7 @@ from jgg.tuning.ways import JaxProduct, check_and_time
 from jgg.tuning.workloads import Layer
 
 _HEADINGS = ("layer", "experts", "ms", "over frozen", "% of roofline", "temporaries, MB")
-_FP8_ERROR = 0.1  # of the largest element, beside the errors of bfloat16
+_FP8_ERROR = 0.1  # of the largest element, in addition to the errors of bfloat16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,8 +73,8 @@ class LoraProblem:
     def parts(self) -> list[Part]:
         """The passes over memory of forward + backward, whose least times are added up.
 
-        An adapter adds x aᵀ and its product with b to the product beside it, which reads a and b, and in forward stores
-        x aᵀ [M, r]. da and db are products of their own, and read rows that the layer has stored.
+        An adapter adds x aᵀ and its product with b to the product of the frozen weights, which then reads a and b, and
+        in forward stores x aᵀ [M, r]. da and db are products of their own that read rows the layer has stored.
         """
         sizes, rows, tokens = Sizes(self.base), self.base.num_rows, self.layer.tokens
         hidden, inner = self.layer.hidden, self.layer.expert_intermediate

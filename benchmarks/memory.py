@@ -8,11 +8,11 @@ import jax
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes that a program needs of a device.
+    """Bytes that a program needs on a device.
 
     Attributes:
       arguments: of its arguments.
-      results: of its results, without those that are written over arguments.
+      results: of its results, except those written over arguments.
       temporaries: of what is there only while it runs.
       peak_in_use: the most bytes that the device ever had in use, other arrays included; None unless a run of the
         program made it larger.

@@ -6,8 +6,8 @@ activations and, where the matrices are trained, as many again for those. A reco
 
 Bytes are the parameters, read once in each of forward and backward; the cache of keys and values, in generation; and
 AdamW's, whose moments have the parameters' dtype: the gradient is written and read, the parameter and both moments are
-read and written. Of the experts' weights those count that so many tokens are expected to choose, if each chooses
-uniformly: E (1 - (1 - k / E) ** tokens). Activations, adapters' FLOPs and norms count nothing.
+read and written. Only the experts that the tokens are expected to choose count, if each token chooses uniformly:
+E (1 - (1 - k / E) ** tokens). Activations, adapters' FLOPs and norms count nothing.
 """
 
 import dataclasses
@@ -88,7 +88,7 @@ def _tensor(path: tuple[Any, ...], value: Any, is_tied: bool) -> Tensor:
 def least_training_seconds(
     config: jgg.models.ModelConfig, tensors: list[Tensor], speeds: Speeds, batch: int, sequence: int, is_lora: bool
 ) -> float | None:
-    """The least time of a step of training: of adapters beside frozen parameters, or of all parameters."""
+    """The least time of a training step for adapters of frozen parameters, or for all parameters."""
     tokens = batch * sequence
     passes = 2 if is_lora else 3
     dense_seconds = passes * _matrix_seconds(config, tensors, speeds, tokens, tokens)
@@ -118,7 +118,7 @@ def least_decode_seconds(
 
 
 def _bytes_read(config, tensors, tokens):
-    """Bytes of the parameters that so many tokens are expected to read."""
+    """Bytes of the parameters that this many tokens are expected to read."""
     moe = config.moe
     share = 1 - (1 - moe.topk / moe.num_experts) ** tokens
     return sum(tensor.num_bytes * (share if tensor.is_of_experts else 1) for tensor in tensors)

@@ -9,7 +9,7 @@
     python -m benchmarks.models --model qwen3.5-35b-a3b --run lora,generate --experts fp8
 
 Prints a table: the seconds of the first step, which compiles, the time of a later one, tokens/s, and the most memory
-that the device had in use so far. Times are given beside the least that a step takes (% of roofline, see
+in use on the device so far. Times are compared with the least that a step can take (% of roofline, see
 `benchmarks.model_roofline`). On a CPU a small model with the same structure is measured.
 """
 

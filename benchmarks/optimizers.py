@@ -1,4 +1,4 @@
-"""Measures Muon: its iterations beside other libraries', its share of a step of training, and what models learn by it.
+"""Measures Muon: its iterations compared with other libraries', its share of a training step, and what models learn.
 
     python -m benchmarks.optimizers --run orthogonalize --peers optax,quack
     python -m benchmarks.optimizers --run step --layers 8 --batch 16

@@ -213,7 +213,7 @@ def _event_seconds(call, calls):
 
 
 def tokamax_functions() -> dict[str, Callable]:
-    """tokamax's grouped product, by the implementation that it chooses; on a GPU, beside it, the one in Triton."""
+    """tokamax's grouped product, by the implementation that it chooses; on a GPU, also by the one in Triton."""
     function = importlib.import_module("tokamax").ragged_dot
     functions = {"by default": function}
     if jax.default_backend() == "gpu":

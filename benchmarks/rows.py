@@ -1,11 +1,11 @@
-"""Times the experts of a layer for 1 to 4,096 tokens, with weights in each format that they may be stored in.
+"""Times the experts of a layer for 1 to 4,096 tokens, with weights in each storage format.
 
     python -m benchmarks.rows
     python -m benchmarks.rows --only mxfp4 --json FILE
 
-jgg chooses kernels by the rows per expert. A choice that is wrong shows as a cliff: time that grows faster than tokens.
+jgg chooses kernels by the rows per expert. A wrong choice shows as a cliff: time that grows faster than tokens.
 Prints microseconds of a forward pass, routing given, and below them the largest growth of time over growth of tokens
-between counts of which one is at least twice the other: 1 or less means no cliff. Tokens choose experts at random. Each
+between counts at least a factor of two apart: 1 or less means no cliff. Tokens choose experts at random. Each
 count's results are compared with those of the largest count, bit by bit. On a CPU small layers are timed.
 """
 
@@ -77,7 +77,7 @@ def _packed(key: jax.Array, shape: tuple[int, ...]) -> QuantizedArray:
 def measure(layer: Experts, tokens: tuple[int, ...]) -> dict[int, float]:
     """Seconds of a forward pass for each number of tokens.
 
-    Raises: ValueError: a token has other bits among so many than among most.
+    Raises: ValueError: a token's bits differ between a count and the largest count.
     """
     w_gate_up, w_down = layer.weights()
     x = jax.random.normal(jax.random.key(2), (max(tokens), layer.features), jnp.bfloat16)
@@ -115,7 +115,7 @@ def _median(call: Callable[[], jax.Array]) -> float:
 
 
 def largest_growth(seconds: dict[int, float]) -> tuple[float, int, int]:
-    """The largest growth of time over that of tokens, and the two counts between which it is."""
+    """The largest growth of time over growth of tokens, and the two counts that it is between."""
     pairs = [(few, many) for few in seconds for many in seconds if many >= 2 * few]
     return max((seconds[many] / seconds[few] * few / many, few, many) for few, many in pairs)
 

@@ -5,9 +5,9 @@
     python -m benchmarks.training --layers 8 --params bfloat16 --data 2
     python -m benchmarks.training --expert 8 --exchange ragged_all_to_all --trace trace --json FILE
 
-A step is that of `jgg.train.Trainer`, with AdamW. Before anything is allocated, the program is compiled, and what it
-needs of each GPU's memory is printed. Then come tokens/s, model FLOPs utilization (MFU) and, with --trace, how long
-collectives ran, and for how much of that no other kernel did. On CPUs a small model with the same structure is trained.
+The step is `jgg.train.Trainer`'s, with AdamW. Before anything is allocated, it compiles the program and prints how much
+memory of each GPU it needs. Then come tokens/s, model FLOPs utilization (MFU) and, with --trace, how long collectives
+ran, and how much of that time no other kernel did. On CPUs a small model with the same structure is trained.
 """
 
 import argparse

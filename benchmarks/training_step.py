@@ -1,6 +1,6 @@
-"""The step of training that `benchmarks.training` measures and `tools.compiled_step` compiles, as options describe it.
+"""The training step that `benchmarks.training` measures and `tools.compiled_step` compiles, as options describe it.
 
-It is that of `jgg.train.Trainer`, with AdamW, for tokens [B, S + 1].
+It is the step of `jgg.train.Trainer`, with AdamW, for tokens [B, S + 1].
 """
 
 import argparse

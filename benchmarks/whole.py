@@ -60,7 +60,7 @@ def run_job(name: str, gpu: str, limit: int) -> list[list[str]]:
 
 
 def run_all(names: list[str], gpus: list[str], limit: int) -> list[list[str]]:
-    """The rows of all jobs, of which as many run at once as there are GPUs; each is printed as it ends."""
+    """The rows of all jobs; as many jobs run at once as there are GPUs, and each row is printed when its job ends."""
     free: queue.Queue[str] = queue.Queue()
     for gpu in gpus:
         free.put(gpu)

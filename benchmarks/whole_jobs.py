@@ -136,7 +136,7 @@ def training(job: Job) -> Iterator[Line]:
 
 
 def generation(job: Job) -> Iterator[Line]:
-    """Generation for each number of sequences; with `batch_invariant` the trainer's log-probabilities beside it."""
+    """Generation for each number of sequences; with `batch_invariant` also the trainer's log-probabilities."""
     model = job.model_of()
     for batch in BATCHES:
         draw = np.random.default_rng(batch)

@@ -133,7 +133,7 @@ class Sampler:
         return np.reshape(rewards, (-1, samples))
 
     def _batch(self, rows: Any, advantages: np.ndarray) -> dict[str, np.ndarray]:
-        """What the loss needs of the rows; the first axis has the parts of which a batch is computed."""
+        """What the loss needs of the rows; the first axis is the parts that a batch is computed in."""
         parts, is_new = self.options.accumulate, np.asarray(rows.is_new)
         batch = {
             "tokens": rows.tokens,
@@ -196,10 +196,10 @@ def load(options: argparse.Namespace) -> jgg.models.Decoder:
 
 
 def make_optimizer(options: argparse.Namespace) -> optax.GradientTransformation:
-    """Adam, whose rate rises in the first steps and then falls to 0.
+    """Adam with a rate that rises in the first steps and then falls to 0.
 
-    Adam's steps are as long where the gradient is only noise, which is so when most answers are right: with a rate
-    that stays as it is, a model unlearns what it had learned.
+    When most answers are right, the gradient is only noise, but Adam's steps stay as long. With a constant rate, the
+    model would then unlearn what it had learned.
     """
     steps, peak = options.steps * options.updates, options.learning_rate
     rate = optax.warmup_cosine_decay_schedule(peak / 10, peak, min(10, steps // 4), steps + 1)

@@ -3,8 +3,8 @@
     python examples/levanter_moe.py                       # by jgg
     python examples/levanter_moe.py --experts levanter    # the same by Levanter alone
 
-The experts are `levanter.grug.grug_moe.MoEExpertMlp`, an Equinox module, in its implementation "scatter", that of one
-device. The model learns which letter comes next in a rhyme. Needs what docs/integrations.md installs for Levanter.
+The experts are `levanter.grug.grug_moe.MoEExpertMlp`, an Equinox module, in its implementation "scatter", which runs on
+one device. The model learns which letter comes next in a rhyme. Needs what docs/integrations.md installs for Levanter.
 """
 
 import argparse
@@ -95,5 +95,5 @@ def main(arguments=None):
 
 if __name__ == "__main__":
     logging.basicConfig(format="%(message)s")
-    logging.getLogger("jgg").setLevel(logging.INFO)  # says by which kernels
+    logging.getLogger("jgg").setLevel(logging.INFO)  # logs which kernels compute
     main()

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from jgg.linear.ragged_dot import ragged_dot_general as ragged_dot_general
     from jgg.tuning.search import tune as tune
 
-# the modules that people import, with the package that each needs beside JAX, if any
+# the modules that people import, and the package that each needs in addition to JAX, if any
 _MODULES: dict[str, str | None] = {
     **dict.fromkeys(("activations", "extend", "hf", "integrations", "layers", "sharding")),
     **dict.fromkeys(("data", "linen", "models", "nnx", "optim"), "flax"),

@@ -1,4 +1,4 @@
-"""Reads the collectives of XLA's optimized programs: the bytes that a device sends, and the kernels beside them."""
+"""Reads the collectives of XLA's optimized programs: the bytes that a device sends, and the kernels they overlap."""
 
 import collections
 import dataclasses
@@ -44,7 +44,7 @@ def collectives_of(loop: Loop) -> list[Collective]:
 
 
 def report(text: str, top: int = 2) -> str:
-    """For each loop its collectives, with the kernels of which most run beside them, and what a device sends in all."""
+    """For each loop its collectives, with the kernels they overlap most often, and the bytes that a device sends."""
     lines, total = [], 0.0
     for loop in loops_of(text):
         found = collectives_of(loop)
@@ -52,7 +52,7 @@ def report(text: str, top: int = 2) -> str:
         total += of_step
         if found:
             lines += ["", f"{loop.name}: {loop.passes} x {len(found)} collectives, {of_step / 1e9:.2f} GB sent"]
-        lines += [f"  {each.kind}: {each.bytes_sent / 1e6:.1f} MB, beside {_beside(each, top)}" for each in found]
+        lines += [f"  {each.kind}: {each.bytes_sent / 1e6:.1f} MB, overlaps {_beside(each, top)}" for each in found]
     return "\n".join([f"each device sends {total / 1e9:.2f} GB in a step", *lines])
 
 

@@ -10,11 +10,10 @@
     python -m tools.compiled_step --run train --expert 8 --buffer-factor 1.25 --balanced
 
 The models and steps are those of `benchmarks.models`, and with --run train those of `benchmarks.training`, without
-values. XLA's GPU compiler, which is in jax-cuda12-pjrt,
-runs on the CPU. Printed are the memory, and for each loop its kernels and its largest copies, slices, zero fills,
-transposes and converts; and of several GPUs the collectives, what each sends, and which kernels
-run beside them. Times are not: XLA does not measure here which of its kernels is fastest either, so that its
-products may be by other kernels than on a GPU.
+values. XLA's GPU compiler, from jax-cuda12-pjrt, runs on the CPU. It prints the memory, and for each loop its kernels
+and its largest copies, slices, zero fills, transposes and converts; for several GPUs also the collectives, what each
+sends, and which kernels overlap them. It prints no times. Without a GPU, XLA cannot measure which of its kernels is
+fastest, so it may choose other kernels for products than on a GPU.
 """
 
 import argparse

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Builds the site and commits it to gh-pages at origin: main's as "dev", and that of a tag such as v0.3.0 as "0.3" and
+# Builds the site and commits it to gh-pages at origin: main's as "dev", and a tag's, such as v0.3.0's, as "0.3" and
 # "latest". GITHUB_REF_TYPE and GITHUB_REF_NAME say which it is; GitHub sets them in a workflow.
 set -euo pipefail
 git config user.name 'github-actions[bot]'

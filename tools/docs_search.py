@@ -2,7 +2,7 @@
 
 import re
 
-# of pages whose headings say too little beside those of other sites
+# of pages whose headings say too little among those of other sites
 TITLES = {
     "index.md": "Fine-tune, train and run MoE models in JAX",
     "guide.md": "Guide: grouped GEMM and MoE layers in JAX",

@@ -1,9 +1,9 @@
-"""Installs a framework as docs/integrations.md says, beside this checkout, and runs its tests in tests/frameworks.
+"""Installs a framework as docs/integrations.md says, together with this checkout, and runs its tests.
 
     python -m tools.frameworks maxtext --folder .frameworks
 
-The lines of the page are run as they are, except that the checkout with what tests need takes the place of jgg from
-GitHub. The environment stays in the folder. Nothing needs a GPU.
+It runs the page's lines unchanged, except that it installs this checkout, with what tests need, instead of jgg from
+GitHub. The environment stays in the folder. Tests are in tests/frameworks. Nothing needs a GPU.
 """
 
 import argparse
@@ -24,7 +24,7 @@ FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_lev
 
 
 def lines_of(name: str) -> str:
-    """The shell lines that install a framework beside this checkout."""
+    """The shell lines that install a framework together with this checkout."""
     jgg = f"-e '{ROOT}[dev]'"
     if name in WITHOUT_LINES:
         return WITHOUT_LINES[name].format(jgg=jgg)

@@ -121,7 +121,7 @@ class _Program:
                 self.loops.append(Loop(f"{name}{inside} ({_op_name(rest)})", passes))
                 self._visit(re.search(r"body=%([\w.-]+)", rest)[1], self.loops[-1])
             elif operation in ("call", "conditional"):
-                # all branches count, of which one runs
+                # all branches count, though one runs
                 for called in re.findall(r"(?:to_apply|_computations?)=\{?%([^,}]+(?:, %[^,}]+)*)", rest):
                     for branch in called.split(", %"):
                         self._visit(branch, loop)

@@ -77,7 +77,7 @@ def draw_bars(title: str, subtitle: str, groups: dict[str, list[Bar]], theme: di
 
 
 def _bar(y, value, scale, is_bold, color, theme):
-    """A bar, and its number in it or, beside a short one, after it; or the words in its place."""
+    """A bar with its number in it, or after it if the bar is short; or words instead of a bar."""
     if isinstance(value, str):
         yield text(LEFT, y + 14, value, theme["faint"], 13)
         return

@@ -38,7 +38,7 @@ def layer_speeds() -> dict[str, dict[str, float]]:
 
 
 def tokens_per_second() -> dict[str, dict[str, float | str]]:
-    """Tokens/s of JAX libraries, or why there are none, by what was measured and library; also SonicMoE beside jgg."""
+    """Tokens/s of JAX libraries, or why there are none, by what was measured and library; also SonicMoE and jgg."""
     found: dict[str, dict[str, float | str]] = collections.defaultdict(dict)
     for row in measurements("jax_libraries"):
         speed = 1e3 * int(row["tokens"]) / float(row["ms"]) if row["ms"] else row["failure"]
@@ -237,7 +237,7 @@ def _range(values: list[float], scale: int = 1) -> str:
 
 
 def _percents(ratios: list[float]) -> str:
-    """The percent by which the ratios exceed 1, such as "1%" or "1 to 3%"."""
+    """How far the ratios exceed 1, in percent, such as "1%" or "1 to 3%"."""
     least, most = (f"{(limit - 1) * 100:.0f}" for limit in (min(ratios), max(ratios)))
     return f"{most}%" if least == most else f"{least} to {most}%"
 

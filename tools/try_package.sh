@@ -24,7 +24,7 @@ if environment/bin/python -c 'import triton' 2>/dev/null; then
 fi
 environment/bin/python -m pip install -q "$package[demo,train]"
 environment/bin/python -W error -c 'import jgg.data, jgg.hf, jgg.linen, jgg.models, jgg.nnx, jgg.train'
-# the block of README's that fine-tunes the demo's model, as it is written
+# the block of README's that fine-tunes the demo's model, unchanged
 awk '/^```sh$/ { block = ""; inside = 1; next }
     /^```$/ { if (inside && block ~ /jgg finetune/) printf "%s", block; inside = 0 }
     inside { block = block $0 "\n" }' "$checkout/README.md" >readme.sh

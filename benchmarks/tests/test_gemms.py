@@ -1,4 +1,4 @@
-"""GEMMs beside other libraries: which are measured, how the best of several ways is found, ratios and pictures."""
+"""GEMMs compared with other libraries: which are measured, how the best variant is found, ratios and pictures."""
 
 import dataclasses
 import json

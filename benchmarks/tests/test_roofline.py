@@ -79,7 +79,7 @@ def test_operands_in_fp8_have_8_bits_and_scales():
         "dW of down": 2 * 192 + hidden + 2 * 512,
     }
     float32 = bytes_of(problem.in_flax(), FORWARD_BACKWARD)
-    assert float32["weights converted"] == 4 * (768 + 384) + w_gate_up + w_down  # read as they are, without a cast
+    assert float32["weights converted"] == 4 * (768 + 384) + w_gate_up + w_down  # read without a cast
     assert float32["dW of up"] == 2 * (192 + 384) + 4 * 1024
 
 

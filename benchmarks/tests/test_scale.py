@@ -23,7 +23,7 @@ SENT = {
     "expert 2 by all_gather": 4 * TOKENS,
     # in both passes, tokens that chose one of the other device's four experts, and their results
     "expert 2 by ragged_all_to_all": 4 * TOKENS * (1 - (4 / 8) * (3 / 7)),
-    # y and dx of both devices' tokens, half of which each device has summed, and then gathered
+    # y and dx of both devices' tokens: each device sums half of them, and then they are gathered
     "tensor 2": 2 * 2 * 2 * TOKENS / 2,
 }
 

@@ -96,7 +96,7 @@ def run(args) -> int:
 
 
 def assess(facts: Facts) -> dict:
-    """Concludes from the facts alone which implementation runs, why, and which command mends each problem."""
+    """Concludes from the facts alone which implementation runs, why, and which command fixes each problem."""
     implementation, reason, command = _choose(facts)
     problems = dict([*_version_problems(facts), *_pjrt_without_gpu(facts)])
     if facts.backend_error:
@@ -147,7 +147,7 @@ def _why_no_cuda_device(facts: Facts) -> tuple[str, str | None]:
 
 
 def _version_problems(facts):
-    """Yields what is wrong with a version, and the command that mends it, for each wrong version."""
+    """Yields what is wrong with each wrong version, and the command that fixes it."""
     for name, specifier in REQUIREMENTS.items():
         version = facts.versions[name]
         if version is not None and not satisfies(version, specifier):
@@ -160,7 +160,7 @@ def _version_problems(facts):
 
 
 def _pjrt_without_gpu(facts):
-    """Yields each package that makes JAX write a traceback because no GPU is here, and the command that mends it."""
+    """Yields each package that makes JAX write a traceback where there is no GPU, and the command that fixes it."""
     if facts.has_nvidia_gpu or facts.jax_platforms or any(device.platform == "cuda" for device in facts.devices):
         return
     for plugin, pjrt in _PJRT.items():

@@ -57,7 +57,7 @@ class Matrix(NamedTuple):
         return self.dense is not None and self.factors is None
 
     def beside(self, factors: Factors) -> Self:
-        """The same with a low-rank term, and so without a gradient of the weights."""
+        """The same with a low-rank term, which freezes the weights."""
         return jax.lax.stop_gradient(self._replace(factors=None))._replace(factors=factors)
 
     def with_forms(self, forms: WeightForms) -> Self:

@@ -30,7 +30,7 @@ DTYPES = tuple(getattr(jnp, name) for name in DTYPE_NAMES)
 # Row numbers are int32 and a TMA coordinate's limit is 2**30.
 MAX_ROWS = 2**30 - 1
 FEW_ROWS = 32  # of a group, on average
-ROWS_OF_STORED = 192  # the same on Hopper, whose tiles for weights as they are stored have more rows
+ROWS_OF_STORED = 192  # the same on Hopper, whose tiles for weights in their stored form have more rows
 
 
 @dataclasses.dataclass(frozen=True)

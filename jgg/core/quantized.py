@@ -19,7 +19,7 @@ BLOCK = 128  # features, and for weights also rows, that share a scale
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
 QUANTIZED_DTYPE = E4M3  # the dtype of a problem with quantized operands, whichever of DTYPES their values have
 DTYPES = (jnp.float8_e4m3fn, jnp.float8_e5m2)
-SCALE_DTYPES = jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64  # beside FP8
+SCALE_DTYPES = jnp.float32, jnp.bfloat16, jnp.float16, jnp.float64  # in addition to FP8
 BLOCKS = 1, 32, BLOCK
 NO_DERIVATIVES = (
     "What is quantized to FP8 has gradients, but no second or forward-mode derivatives: 8 bits would round them to "
@@ -149,7 +149,7 @@ def block_of(array: QuantizedArray, prefix: str = "") -> tuple[int, int]:
     if array.is_packed:
         as_dtype(f"{prefix}scales", array.scales.dtype, (mxfp4.PACKED_DTYPE,))
         return (mxfp4.GROUP, 1) if mxfp4.packed_axis(shape, scales, prefix) == -2 else (1, mxfp4.GROUP)
-    # bytes would be taken for numbers, though those beside packed values stand for exponents
+    # bytes would be taken for numbers, though the scales of packed values are bytes that stand for exponents
     as_dtype(f"{prefix}scales", array.scales.dtype, SCALE_DTYPES)
     check(len(shape) >= 2, f"{prefix}values must be [..., rows, columns], got {list(shape)}.")
     for block in itertools.product(BLOCKS[::-1], BLOCKS[::-1]):

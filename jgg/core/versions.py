@@ -5,7 +5,7 @@ import importlib.metadata
 import re
 from collections.abc import Mapping
 
-__version__ = "0.4.0.dev0"  # of jgg; between releases that of the next one, with .dev0
+__version__ = "0.4.0.dev0"  # of jgg; between releases, the next release's with .dev0
 REQUIREMENTS = {  # as in pyproject.toml; a checkout that is not installed has no metadata to read
     "jax": ">=0.11.1,<0.13",
     "jax-triton": ">=0.4.1,<0.5",

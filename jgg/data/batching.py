@@ -243,7 +243,7 @@ def _ordered(sources: Sequence[_Sequences], shares: Sequence[float], seed: int |
     ]
     if len(endless) == 1:
         return len(sources[0]), endless[0]
-    # of the sequences, so many that the weights of their learned tokens have these shares
+    # sequences are drawn in proportions that give the weights of their learned tokens these shares
     counts = np.array([share / source.mean_weight for share, source in zip(shares, sources, strict=True)])
     proportions = counts / np.sum(counts)
     means = np.array([source.mean_weight for source in sources])

@@ -186,7 +186,7 @@ def _compared(conversation: Conversation, turns: list[int]) -> list[Text]:
         marking = _Marking(conversation.tokenizer, conversation.text(last + 1))
         start = conversation.start(last, marking.text)
         if start is None:
-            raise UnmarkedError("the chat template writes the messages before the assistant's anew")
+            raise UnmarkedError("the chat template rewrites the messages before the assistant's")
         marking.learn(start, len(marking.text))
         waiting = [turn for turn in waiting if not _learn_turn(conversation, marking, turn)]
         texts.append(marking.finished(conversation.end(last, marking.tokens), conversation.end_token))

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from jgg.data.tokenizers import Tokenizer, is_special, kind_and_text, last_token, shared_length
 
 NO_TEMPLATE = "a conversation needs chat_template.jinja in the model's folder, or one in tokenizer_config.json"
-_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # by which transformers knows such templates
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")  # how transformers recognizes such templates
 _ONE_AT_A_TIME = threading.Lock()  # transformers 5.0 keeps what a template marks in one place for all threads
 type Message = Mapping[str, object]
 type Tools = list[dict[str, object]] | None

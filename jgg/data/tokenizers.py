@@ -54,7 +54,7 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
     except ImportError as error:
         raise ImportError("tokenizers need transformers: pip install transformers jinja2") from error
     try:
-        # AutoTokenizer would put the rules of the model_type's class in the place of those of tokenizer.json
+        # AutoTokenizer would replace tokenizer.json's rules with those of the model_type's class
         return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:  # of any type, for files that are damaged
         raise ValueError(f"transformers cannot read the tokenizer of {folder}: {kind_and_text(error)}") from error
@@ -122,7 +122,7 @@ def bytes_of_tokens(tokenizer: Tokenizer, text: str, ids: Sequence[int], ends: S
         # some, such as Phi's, take the white space behind them too
         while special[token].rstrip and text[end - 1 : end].isspace():
             end -= 1
-        if text.endswith(special[token].content, 0, end):  # which that of unknown text does not
+        if text.endswith(special[token].content, 0, end):  # unknown text does not contain its token
             own[number] -= len(special[token].content.encode())
     return own
 

@@ -96,8 +96,8 @@ def by_all_gather(
       how: how rows are sorted and copied.
     """
     exchange = AllGather(placement.axis)
-    # With a barrier, to gather choices after the tokens, so that the router is beside them, XLA of jaxlib 0.11.2
-    # fails to compile a scan of layers on four devices.
+    # No barrier makes choices follow the tokens, though that would overlap the router with the tokens' gather: with
+    # one, XLA of jaxlib 0.11.2 fails to compile a scan of layers on four devices.
     tokens = exchange.there(x)
     weights, experts = exchange.there(topk_weights), exchange.there(topk_indices)
     return Arrival(exchange, tokens, *_own_routing(weights, experts, placement, how))

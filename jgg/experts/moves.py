@@ -12,7 +12,7 @@ from jgg.core.schedule import group_bounds, group_of_rows
 from jgg.launching.choice import How
 from jgg.products.buffer import BUFFER, Buffer
 
-_RUNS = 1024  # runs that a device sends within a machine, beside those that start at an expert
+_RUNS = 1024  # runs that a device sends within a machine, not counting those that start at an expert
 
 
 class Placement(NamedTuple):

@@ -22,8 +22,8 @@ from jgg.experts.sums import sum_all
 from jgg.launching.choice import How
 from jgg.primitives.barrier import barrier
 
-# Multiprocessors for the collective that sums the gradient of x while the gradient of w_gate_up is computed, or for
-# those that gather and scatter weights of other layers beside all products; kernels/trials.md has other numbers' times.
+# Multiprocessors for the collective that sums the gradient of x while the gradient of w_gate_up is computed, or for the
+# collectives that gather and scatter other layers' weights during all products. kernels/trials.md times other numbers.
 _SPARE_SMS = 24
 
 

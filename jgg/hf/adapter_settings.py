@@ -28,10 +28,10 @@ _REFUSED = (
     "velora_config",
 )
 _OTHERWISE = ": PEFT's merge_and_unload makes a model of such an adapter, which needs none."
-# other ways to begin change the weights that the adapter is beside
+# other initializations change the base weights
 _INITIALIZATIONS = True, False, "gaussian", "eva", "mica", "orthogonal", None
 _DEFAULTS = {"r": 8, "lora_alpha": 8}  # PEFT's, where a key is absent
-_LARGEST = 1e38  # about that of float32
+_LARGEST = 1e38  # about float32's largest number
 _NEW = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dropout": 0.0, "target_modules": []}
 
 

@@ -203,7 +203,7 @@ class Checkpoint(Mapping[str, np.ndarray]):
         here = [name for name in (SINGLE, INDEX) if (self.path / name).exists()]
         if not here:
             raise FileNotFoundError(f"{path} must have {SINGLE} or {INDEX}, got neither.")
-        # as transformers does: an index beside a single file is what an older save left
+        # as transformers does: an index next to a single file is left over from an older save
         name = next((name for name in here if (self.path / name).is_file()), here[0])
         if name == INDEX:
             self._files = read_weight_map(self.path / INDEX)

@@ -7,7 +7,7 @@ from jgg.core.arguments import as_path, check
 
 # org/name, as the Hub has them
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-# what a folder has beside its weights for other programs: tokenizer, chat template, processors, and code for these
+# what a folder holds for other programs in addition to weights: tokenizer, chat template, processors, and their code
 FILES = (
     "*.model",
     "*.py",

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from jgg.hf.family import Family
 from jgg.hf.tensors import Tensor
 
-# keys beside "text_config" that say nothing of the language model
+# keys next to "text_config" that say nothing about the language model
 _NAMES = """
     audio_config audio_token_id boa_token_id boi_token_id boi_token_index eoa_token_id eoa_token_index eoi_token_id
     eoi_token_index image_token_id image_token_index video_token_id vision_config vision_end_token_id

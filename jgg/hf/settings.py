@@ -88,7 +88,7 @@ class Settings:
         values = [self.given[name] for name in names]
         check(
             len(values) < 2 or values[0] == values[1],
-            f"{' and '.join(names)} must be equal, as they are names of one setting, got {values}.",
+            f"{' and '.join(names)} must be equal: they name the same setting, got {values}.",
         )
         return names[0] if names else key
 

@@ -100,7 +100,7 @@ IN_OUT = {
     "w_gate_up": as_is("experts.gate_up_proj"),
     "w_down": as_is("experts.down_proj"),
 }
-# what a layer with grouped queries may have beside its experts, each parameter in the module that its name begins with
+# parameters of a layer with grouped queries other than its experts; the name begins with the module
 LAYER = {
     "attention_norm": as_is("input_layernorm.weight"),
     "mlp_norm": as_is("post_attention_layernorm.weight"),
@@ -126,7 +126,7 @@ LATENT = {name: tensor for name, tensor in LAYER.items() if not name.startswith(
     "latent.b_kv_a": as_is("self_attn.kv_a_proj_with_mqa.bias"),
     "latent.b_o": as_is("self_attn.o_proj.bias"),
 }
-# the parameters beside a model's layers
+# a model's parameters outside its layers
 ENDS = {
     "w_embedding": as_is("model.embed_tokens.weight"),
     "norm": as_is("model.norm.weight"),

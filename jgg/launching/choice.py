@@ -33,7 +33,7 @@ class How(NamedTuple):
     target: Target
 
     def sparing(self, sms: int) -> "How":
-        """The same, but persistent programs leave so many multiprocessors idle."""
+        """A copy whose persistent programs leave `sms` multiprocessors idle."""
         return self._replace(target=dataclasses.replace(self.target, num_sms=max(1, self.target.num_sms - sms)))
 
 
@@ -97,7 +97,7 @@ def is_plain_jax(implementation: str | None) -> bool:
     if implementation is not None:
         return implementation == "xla"
     if not has_triton():
-        target = known_target()  # that of `jgg.target` too: what is exported for it would have no kernels
+        target = known_target()  # or the target set by `jgg.target`: a program exported for it would have no kernels
         if target is not None and not _is_too_old(target):
             gpu = target.name or f"compute capability {target.compute_capability / 10}"
             warn_once(

@@ -22,7 +22,7 @@ class Measured(NamedTuple):
     Attributes:
       compute_capability: of the GPU, 10 * major + minor.
       rows, k, n: x is [rows, k], w [k, n].
-      has_term: whether the layer has LoRA beside frozen weights; None for either, in a forward pass alone.
+      has_term: whether the layer has frozen weights with LoRA; None for either, in a forward pass alone.
       kernels, xla: microseconds.
     """
 

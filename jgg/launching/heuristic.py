@@ -106,7 +106,7 @@ def _has_rows_for_hopper(problem: GroupedGemmProblem) -> bool:
 
 
 def _gathers_in_hopper(kind: type[KernelConfig], problem: GroupedGemmProblem) -> bool:
-    if kind is KernelConfigDW:  # a copy takes long beside the product with rows of few features
+    if kind is KernelConfigDW:  # compared with the product, a copy takes long if rows have few features
         other = problem.out_features if problem.permute_x else problem.in_features
         return (problem.permute_x or problem.permute_y) and other <= 2048
     _, columns, reduced = kind.sizes(problem)
@@ -127,20 +127,20 @@ def plain_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: 
 
     - A [128, 256] tile on 8 warps feeds the tensor cores of a GPU with TMA best, given an axis long enough to fill it.
       Elsewhere, and where the epilogue needs registers too, tiles are narrower.
-    - In FP8 the products of a step take registers beside the tile's sums, so tiles have at most 128 columns; and, on
-      some GPUs, at least 64 rows: see `least_rows`.
-    - Rows that are no multiple of 16 bytes are loaded element by element, and the pointers fill the registers.
+    - In FP8 the products of a step take registers in addition to the tile's sums, so tiles have at most 128 columns. On
+      some GPUs they also have at least 64 rows: see `least_rows`.
+    - Rows whose size is not a multiple of 16 bytes are loaded element by element, and the pointers fill the registers.
     - float32 takes twice the shared memory, so steps are half as long. Less shared memory means fewer stages.
-    - Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile is waste. Tiles of 16
-      rows spend their time on loading weights; where TMA loads them, longer steps keep more loads in flight, and in the
-      forward pass two programs share each multiprocessor, so that there is work for all when there are few tiles.
-    - With TMA, reordering rows in a copy costs less than losing TMA, except for gathers of an x that is multiplied with
-      few columns.
-    - Where a product has few columns, loading its rows takes the time: more programs of smaller tiles keep more loads
-      in flight, and rows are gathered as they are loaded, since a copy would read and write all of them once more.
-    - Few rows times one matrix: tiles of few columns, so that all multiprocessors read the matrix, in long steps.
+    - Groups of few rows get tiles of fewer rows, down to 16, since the rest of a tile would be wasted. Tiles of 16
+      rows spend their time loading weights. Where TMA loads them, longer steps keep more loads in flight; in the
+      forward pass two programs share each multiprocessor, so that all have work when there are few tiles.
+    - With TMA, reordering rows in a copy costs less than losing TMA, unless x is gathered and multiplied with few
+      columns.
+    - With few columns, most of the time goes into loading rows. More programs with smaller tiles keep more loads in
+      flight, and rows are gathered while they are loaded, since a copy would read and write all of them once more.
+    - Few rows times one matrix get tiles of few columns, so that all multiprocessors read the matrix, and long steps.
     - IEEE float32 has no tensor cores: each thread holds operands in registers, so tiles and steps are small.
-    - Where shared memory is too small for all that, as for float32 results of wide tiles, tiles are narrower.
+    - Where shared memory is too small for this, for example with float32 results of wide tiles, tiles are narrower.
     """
     if problem.dtype == jnp.float32 and problem.precision == jax.lax.Precision.HIGHEST:
         config = _choose_ieee_float32(kind, problem, target)
@@ -150,9 +150,10 @@ def plain_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: 
 
 
 def stored_config(problem: GroupedGemmProblem, target: Target, w_is_packed: bool) -> KernelConfigForward | None:
-    """A configuration of the plain kernel that reads weights as they are stored, and multiplies by them from the left.
+    """A configuration of the plain kernel that reads weights in their stored form and multiplies by them from the left.
 
-    None where groups have so few or so many rows, or w so few columns, that another way is faster, or the GPU cannot.
+    None if another way is faster, because groups have too few or too many rows or w has too few columns, or if the GPU
+    cannot run it.
     """
     rows, columns = problem.rows_of_groups / problem.num_experts, problem.out_features
     is_filled = problem.num_experts * (columns // 128) >= target.num_sms
@@ -244,7 +245,7 @@ def _choose_slim(
     num_columns: int,
     fusing: dict[str, bool],
 ) -> KernelConfig:
-    """A configuration of the forward or the dX kernel for few columns: small tiles, several of which share an SM."""
+    """A configuration of the forward or the dX kernel for few columns: tiles so small that several share an SM."""
     columns, is_permuted = power_of_2(num_columns), problem.permute_x or problem.permute_y
     few = columns <= 32 or not is_permuted
     return kind.of_tile(

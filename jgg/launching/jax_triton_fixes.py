@@ -1,18 +1,18 @@
 """Changes jax-triton and uses private parts of it and of Triton; the other modules use only their public parts.
 
-The changes are made only with the versions in `jgg.core.versions.FIXED`; any other jax-triton is left as it is. They
-concern only how jgg's kernels are compiled, except dead code elimination, which changes for every kernel of jax-triton.
-`tools/upstream/` has a report of each with a program that shows it; none was sent yet.
+The changes are made only with the versions in `jgg.core.versions.FIXED`; any other jax-triton stays unchanged. They
+affect only how jgg's kernels are compiled, except dead code elimination, which changes for every kernel of jax-triton.
+`tools/upstream/` has a report of each, with a program that reproduces it; none has been sent yet.
 
 | what | why | without it |
 | --- | --- | --- |
-| compiled kernels are kept on disk, and all threads share one compilation | jax-triton 0.4.1 compiles anew in every process and thread | a process starts seconds later for each kernel |
+| compiled kernels are kept on disk, and all threads share one compilation | jax-triton 0.4.1 compiles again in every process and thread | a process starts seconds later for each kernel |
 | a launch has as many threads as the PTX says | jax-triton 0.4.1 launches only the warps of the first partition | warp-specialized kernels fail at launch |
 | Gluon kernels go through Gluon's passes | jax-triton 0.4.1 runs Triton's pipelining over them | results are right, but each matrix product waits for the one before |
 | dead code elimination keeps every call, `partial_eval.dce_rules` | jax 0.12 gives such rules one argument more than jax-triton 0.4.1's takes | with jax 0.12 a call lowers only inside a primitive of jgg, and no kernel is compiled ahead |
 | TMA descriptors say that they are not im2col | jax-triton 0.4.1 reads that field, which Triton 3.7 does not set | no kernel with TMA compiles: sm_90 and later fail |
 | an output of a kernel can be a TMA descriptor | jax-triton 0.4.1 makes descriptors of operands only | warp-specialized kernels do not lower |
-| a kernel that needs more shared memory than the GPU has is refused as it is compiled | jax-triton 0.4.1 leaves that to the launch | the program fails when it runs, and does not name the kernel |
+| a kernel that needs more shared memory than the GPU has is refused at compile time | jax-triton 0.4.1 leaves that to the launch | the program fails when it runs, and does not name the kernel |
 | Gluon's modules live until the process ends | Triton 3.9's C++ keeps some of Gluon's classes | a process prints 20 lines about leaks as it ends |
 
 The private parts that are used:

@@ -18,7 +18,7 @@ PRECISIONS = {  # of float32 products, with Triton's names for them
     jax.lax.Precision.HIGHEST: "ieee",
 }
 
-MAX_EXPERTS = 1024  # a program of the router's kernels holds a row of so many scores at once
+MAX_EXPERTS = 1024  # a program of the router's kernels holds a token's scores of all experts at once
 
 _AXIS_LIMIT, _ROW_LIMIT, _WRAP_STRIDE = 0x7FFF0000, 2**30, 2**34
 

@@ -47,7 +47,7 @@ def _hopper_tiles(kind: type[KernelConfig], problem: GroupedGemmProblem) -> tupl
     if problem.is_quantized:
         widths = (256,)
     elif kind is KernelConfigForward and problem.out_dtype.itemsize == 4:
-        widths = (128,)  # a warpgroup holds a finished tile beside the next one
+        widths = (128,)  # a warpgroup holds a finished tile and the next one
     tiles = [Tile(256, columns, 128 // problem.dtype.itemsize) for columns in widths]
     if kind is KernelConfigDW:
         tiles.insert(1, Tile(256, 256, 32))  # the widest come first
@@ -102,7 +102,7 @@ def _store(problem: GroupedGemmProblem, target: Target, config: KernelConfig, el
 
 
 def multiplies_from_shared_memory(target: Target, rows: int = ROWS_OF_WARPGROUP) -> bool:
-    """Whether tensor cores read the operands of tiles of so many rows from shared memory, not from registers."""
+    """Whether tensor cores read the operands of tiles with `rows` rows from shared memory rather than registers."""
     return 90 <= target.compute_capability < 120 and rows >= ROWS_OF_WARPGROUP
 
 
@@ -117,10 +117,10 @@ def multiplies_from_left(problem: GroupedGemmProblem, target: Target, tile: Tile
 
 
 def least_rows(problem: GroupedGemmProblem, target: Target) -> int:
-    """Rows of a tile, at least.
+    """The fewest rows that a tile may have.
 
-    In FP8, instructions that read operands from registers add up with other bits than those that read shared memory:
-    the latter keep fewer bits of a sum. So all tiles take the same.
+    In FP8, instructions that read operands from registers give other bits than those that read shared memory, which
+    keep fewer bits of a sum. So all tiles use the same kind.
     """
     return ROWS_OF_WARPGROUP if problem.is_quantized and multiplies_from_shared_memory(target) else 16
 

@@ -59,7 +59,7 @@ class Entry:
         return self.op, self.problem, self.device
 
     def as_json(self) -> dict[str, object]:
-        """The entry as it is in a file."""
+        """The entry in the form that a file stores."""
         problem = dataclasses.asdict(self.problem)
         named = {name: problem[name] for name in ("dtype", "out_dtype", "dw_dtype", "precision")}
         problem |= {name: value and value.name for name, value in named.items()}
@@ -182,9 +182,9 @@ def merge(path: Path, entry: Entry, keep_faster: bool = False) -> None:
     Processes that write at the same time wait for each other.
 
     Args:
-      keep_faster: leave the file alone if the entry that it has is the faster one.
+      keep_faster: leave the file unchanged if the entry it already has is faster.
 
-    Raises: ValueError: the file is damaged; it is left as it is.
+    Raises: ValueError: the file is damaged; it stays unchanged.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path):

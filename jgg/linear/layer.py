@@ -1,12 +1,12 @@
 """The linear layer: `forward`, `dx` and `gradients`, whatever its matrices are made of.
 
-They are the only place that knows a matrix's dense, quantized and low-rank parts, and which product multiplies by
-which. A layer computes in plain JAX where `Linear.is_plain`; JAX then differentiates it. Otherwise products compute it,
-and a custom_vjp calls the three functions: `jgg.linear.differentiable` for one layer, `jgg.experts.moe` for two layers
-and the activation between them.
+Only these functions know a matrix's dense, quantized and low-rank parts, and which product multiplies by each. Where
+`Linear.is_plain`, a layer computes in plain JAX, and JAX differentiates it. Otherwise products compute it, and a
+custom_vjp calls the three functions: `jgg.linear.differentiable` for one layer, `jgg.experts.moe` for two layers and
+the activation between them.
 
-The matrix of a dense layer is [K, N], or [N, K], and so is its gradient; its bias is [N]. Only products see one group,
-so that a backward pass keeps the matrix as it was given and no copy of it.
+The matrix of a dense layer is [K, N] or [N, K], and so is its gradient; its bias is [N]. Only products see it as one
+group, so a backward pass keeps the given matrix and no copy of it.
 """
 
 import functools
@@ -176,7 +176,7 @@ def gradients(
 ) -> Matrix:
     """Computes the gradients of a matrix's dense weights and factors, in their dtypes.
 
-    Nothing is spent on those that nobody asks for: JAX drops their products as dead code.
+    Gradients that nobody asks for cost nothing: JAX drops their products as dead code.
 
     Args:
       rows: x @ a, as `forward` returns it.

@@ -111,7 +111,7 @@ def as_low_rank(name: str, value: object, w_layout: str, shape: tuple[int, ...] 
     experts, rows, columns = (*arrays[left].shape[:2], arrays[right].shape[2]) if shape is None else shape
     expected = {left: (experts, rows, rank), right: (experts, rank, columns)}
     if any(arrays[part].shape != expected[part] for part in "ab"):
-        beside = "" if shape is None else f" beside w {list(shape)}"
+        beside = "" if shape is None else f" for w {list(shape)}"
         raise ValueError(
             f"{name}{beside} in w_layout {w_layout!r} must have a {list(expected['a'])} and b {list(expected['b'])}, "
             f"got a {list(arrays['a'].shape)} and b {list(arrays['b'].shape)}."
@@ -125,7 +125,7 @@ def checked_beside(name: str, matrix: Matrix, term: object, w_layout: str) -> Ma
 
 
 def beside(matrix: Matrix, term: LowRank) -> Matrix:
-    """The matrix with a checked term, and so without a gradient of its weights."""
+    """The matrix with a checked term, which freezes its weights."""
     return matrix.beside(factors_of(term))
 
 

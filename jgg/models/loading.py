@@ -279,7 +279,7 @@ def _fill(stack: Stack, reader: _Reader, advance: Callable[[], None]) -> None:
 
 def _check_dtypes(name: str, stacked: object, layer: object, number: int) -> None:
     is_alike = isinstance(stacked, QuantizedArray) == isinstance(layer, QuantizedArray)
-    what = f"{name} of layer {number} must be quantized, or not, as it is in its first layer"
+    what = f"{name} of layer {number} must be quantized or unquantized like the first layer's"
     check(is_alike, f"{what}: load the model with experts='dense' or a jgg.Fp8.")
     for whole, part in zip(jax.tree.leaves(stacked), jax.tree.leaves(layer), strict=True):
         check(

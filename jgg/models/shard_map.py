@@ -1,4 +1,4 @@
-"""Parts of a sharded model that each device computes for its own sequences in a `jax.shard_map`, so that kernels can.
+"""Parts of a sharded model that each device computes for its own sequences in a `jax.shard_map`, as kernels need.
 
 Experts are not among them: `jgg.nnx.MoE` has its own `jax.shard_map`, which exchanges their tokens.
 """
@@ -16,12 +16,12 @@ P = jax.P
 def map_sequences[Result](
     function: Callable[..., Result], sharding: MoESharding | None, whole: object, *arrays: object
 ) -> Result:
-    """`function(whole, *arrays)`, where a sharding says so on each device, of its own sequences.
+    """Computes `function(whole, *arrays)`; with a sharding, each device does so for its own sequences.
 
     Args:
       whole: a pytree of arrays that every device has whole, such as parameters. Their gradients are summed.
-      arrays: pytrees. Of the first leaf's B sequences each device gets its own; leaves whose first axis is shorter are
-        the same for all. Leaves that are not arrays pass through unchanged.
+      arrays: pytrees. Each device gets its own part of the first leaf's B sequences; leaves whose first axis is shorter
+        are the same for all. Leaves that are not arrays pass through unchanged.
 
     Returns: the function's arrays [B, ...].
     """
@@ -34,12 +34,10 @@ def map_sequences[Result](
 def map_method[Result, Cache](
     method: Callable[..., tuple[Result, Cache]], sharding: MoESharding | None, *, besides: str
 ) -> Callable[..., tuple[Result, Cache]]:
-    """`method(module, *arrays, cache)`, as `map_sequences` does it, with the module's parameters whole.
+    """Runs `method(module, *arrays, cache)` as `map_sequences` does, with the module's parameters whole.
 
-    The cache is None, or a pytree of arrays [layers, B, ...], as the method returns it too, as its second result.
-
-    Args:
-      besides: the name of a module in the module that the method does not use.
+    The cache is None or a pytree of arrays [layers, B, ...]; the method returns the same as its second result. The
+    keyword argument names a submodule that the method does not use.
     """
     if sharding is None:
         return method
@@ -62,7 +60,7 @@ def _mapped[Result, Cache](
     arrays: tuple[object, ...],
     cache: object,
 ) -> tuple[Result, Cache]:
-    """`function(whole, arrays, cache)`, whose two results are of sequences and a cache, in `jax.shard_map`."""
+    """Computes `function(whole, arrays, cache)` in `jax.shard_map`; it returns arrays of sequences and a cache."""
     leaves, structure = jax.tree.flatten(arrays)
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
     own = [leaf for leaf, array in zip(leaves, is_array, strict=True) if array]

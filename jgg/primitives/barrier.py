@@ -1,4 +1,4 @@
-"""A barrier, which orders computations, for values that may turn out to be unused: those are not computed."""
+"""A barrier that orders computations, but does not compute values that turn out to be unused."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +15,11 @@ _barrier.multiple_results = True
 
 
 def barrier[Values](values: Values) -> Values:
-    """Returns a pytree of arrays as it is; what uses a result is computed after all the arrays that are used.
+    """Returns a pytree of arrays unchanged; whatever uses a result is computed after all arrays whose results are used.
 
-    It is `jax.lax.optimization_barrier`, except that an array whose result nothing uses is left out. With JAX's, each
-    operand is computed as soon as one result is used. JAX drops dead code when it lowers a program; `jax.jit` with
-    `keep_unused=True` drops none, here neither.
+    It is `jax.lax.optimization_barrier`, except that an array whose result nothing uses is left out. JAX's barrier
+    computes all operands as soon as one result is used. JAX drops dead code when it lowers a program; `jax.jit` with
+    `keep_unused=True` drops none, not even here.
 
     So a rule for gradients may order the products of all gradients without knowing which of them are asked for. It
     could not know: `custom_vjp` with `symbolic_zeros` tells the forward rule, but JAX may call the backward rule with
@@ -44,7 +44,7 @@ def _transpose(cotangents: Sequence[Tangent], *_: object) -> list[Tangent]:
 
 
 def _of_nonzero(tangents: Sequence[Tangent]) -> list[Tangent]:
-    """The tangents behind a barrier, but those that are zero by themselves."""
+    """Puts the tangents behind a barrier, except symbolic zeros."""
     is_zero = [type(tangent) is ad.Zero for tangent in tangents]
     results = iter(_barrier.bind(*(each for each, zero in zip(tangents, is_zero, strict=True) if not zero)))
     return [each if zero else next(results) for each, zero in zip(tangents, is_zero, strict=True)]

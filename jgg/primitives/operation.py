@@ -121,7 +121,7 @@ class Operation[Results]:
         """The results, as `result_types` says.
 
         Args:
-          how: None for `plain` in the place of the primitive, which JAX differentiates to any order.
+          how: None for `plain` instead of the primitive; JAX differentiates `plain` to any order.
           config: what kernels are asked to use, None to choose.
         """
         if how is None:

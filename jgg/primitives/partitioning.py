@@ -182,7 +182,7 @@ def _needs_devices() -> Hashable:
 
 
 def _partitioned(bind: Function, params: Params, axes: Axes) -> Function:
-    """A function of operands by which each device computes bind(*operands, **parameters) for its own part."""
+    """A function of operands that lets each device compute bind(*operands, **parameters) for its own part."""
     call = custom_partitioning(lambda *operands: tuple(bind(*operands, **params)))
     partition = functools.partial(_partition, bind, params, axes)
     call.def_partition(partition, decode_shardings=False, sharding_rule=_sharding_rule(axes))

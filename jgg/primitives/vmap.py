@@ -29,7 +29,7 @@ from jgg.launching.choice import How
 if TYPE_CHECKING:
     from jgg.primitives.operation import Operation
 
-_OF_GROUPS = "bounds", "gather_indices", "topk_weights", "bias"  # operands that are small beside the others
+_OF_GROUPS = "bounds", "gather_indices", "topk_weights", "bias"  # operands that are small compared with the others
 
 
 def batch_size(operands: NamedTuple, batched: NamedTuple) -> int:

@@ -116,6 +116,6 @@ ACTIVATE_BACKWARD: Operation[ActivationGradients] = Operation(
 )
 """The gradients of ACTIVATE, as ActivationGradients.
 
-Its parameters are a Hidden, whose Format is that of the gradient of a quantized pre_activation, and whether hidden is
+Its parameters are a Hidden, whose Format is the format of a quantized pre_activation's gradient, and whether hidden is
 multiplied by its row's weight (scale_hidden).
 """

@@ -93,7 +93,7 @@ def _dense(array: jax.Array | QuantizedArray | ToQuantize, dtype: DTypeLike) -> 
 
 
 def plan_of_w(operands: Forward, problem: GroupedGemmProblem) -> dict[str, Any]:
-    """What `plan_forward` is told of weights that are quantized beside an x that is not."""
+    """What `plan_forward` is told about quantized weights of an x that is not quantized."""
     if problem.is_quantized or not isinstance(operands.w, QuantizedArray):
         return {}
     return {"w_block": block_of(operands.w), "w_is_packed": operands.w.is_packed}
@@ -111,7 +111,7 @@ def prepared(launcher: Launcher, plan: ForwardPlan, operands: Forward) -> RowPro
         w = with_quantized(w, functools.partial(QUANTIZE_WEIGHTS.launch, launcher))
     if plan.copies_x:
         x = jax.tree.map(lambda part: expert_order(launcher, part, operands.gather_indices, plan.problem.topk), x)
-    is_summed = plan.part_columns is not None  # rows are then scaled as they are added up
+    is_summed = plan.part_columns is not None  # rows are then scaled while they are added up
     return RowProduct(
         plan.problem,
         plan.config,

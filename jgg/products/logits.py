@@ -44,7 +44,7 @@ class Logits(NamedTuple):
 
 
 def computes_in_float32(dtype: DTypeLike, precision: jax.lax.Precision) -> bool:
-    """Whether rows of a dtype are multiplied in float32; else they are as they are, and a float32 w in two pieces."""
+    """Whether rows are multiplied in float32; otherwise they keep their dtype, and a float32 w is split in two."""
     return dtype == jnp.float32 or precision != jax.lax.Precision.DEFAULT
 
 

@@ -90,11 +90,11 @@ QUANTIZE_ROWS: Operation[QuantizedArray] = Operation(
 
 
 class QuantizedMatrices(NamedTuple):
-    """Quantized weights: the values as they are, transposed, or both.
+    """Quantized weights: the values in their own order, transposed, or both.
 
     Attributes:
       values: the values in the shape of the weights, or None.
-      scales: float32, one for each block of 128 x 128, in the order of `values`.
+      scales: float32, one per block of 128 x 128, in the order of `values`.
       transposed: the values with rows and columns exchanged, or None.
     """
 

@@ -38,7 +38,7 @@ class Routed(NamedTuple):
 
 
 def are_few(logits: jax.Array, how: How) -> bool:
-    """Whether ROUTE_FEW takes so many tokens, and kernels may compute it."""
+    """Whether ROUTE_FEW takes this many tokens, and kernels may compute it."""
     num_tokens, num_experts = logits.shape
     if jax.export.is_symbolic_dim(num_tokens) or is_plain_jax(how.implementation):
         return False

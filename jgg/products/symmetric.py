@@ -1,4 +1,4 @@
-"""Products of pairs of matrices: symmetric ones, of which half is computed, and those with a symmetric matrix."""
+"""Products of pairs of matrices: symmetric products, computed by half, and products with a symmetric matrix."""
 
 import string
 from collections.abc import Hashable
@@ -136,7 +136,7 @@ SYMMETRIC: Operation[jax.Array] = Operation(
     mesh=_letters,
     shared=("terms",),
 )
-"""terms[0] * left @ right^T + terms[1] * add + terms[2] * I, in `dtype`; `precision` is that of float32 products."""
+"""terms[0] * left @ right^T + terms[1] * add + terms[2] * I, in `dtype`; `precision` applies to float32 products."""
 
 APPLY: Operation[jax.Array] = Operation(
     "apply",
@@ -147,4 +147,4 @@ APPLY: Operation[jax.Array] = Operation(
     vmap="axis",
     mesh=_letters_of_apply,
 )
-"""p @ x, in `dtype`; `precision` is that of float32 products."""
+"""p @ x, in `dtype`; `precision` applies to float32 products."""

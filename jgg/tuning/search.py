@@ -28,8 +28,8 @@ from jgg.tuning.workloads import Arrays, gemm, operands
 
 _logger = logging.getLogger("jgg")
 
-# Output tiles (rows, columns), warps, stages and programs per multiprocessor worth a trial beside the heuristic's.
-# kernels/trials.md has what each of them achieved.
+# Output tiles (rows, columns), warps, stages and programs per multiprocessor worth trying in addition to the
+# heuristic's. kernels/trials.md has what each of them achieved.
 _TILES: tuple[tuple[int, int, int, int, int], ...] = (
     (128, 256, 8, 4, 1),
     (128, 256, 8, 3, 1),

@@ -96,7 +96,7 @@ REFUSED = {
     f"{FINETUNE} --output ck/new --checkpoints ck": "got ck/new, which is in ck, of --checkpoints",
     f"{FINETUNE} --output ck/run --checkpoints ck": "got ck/run, which is in ck, of --checkpoints",
     f"{FINETUNE} --output new --checkpoints old": "--checkpoints: old/run.toml is there and notes no run",
-    f"{FINETUNE} --output new --checkpoints steps": "--checkpoints must be new or have run.toml beside its steps",
+    f"{FINETUNE} --output new --checkpoints steps": "--checkpoints must be new or have run.toml next to its steps",
     f"{FINETUNE} --output noted": "--output: {}/noted.toml is there and notes no run",
     f"{FINETUNE} --output cut": "--output: {}/cut.jsonl must be a log, got no line that is whole: choose another name",
     "finetune model --data mine/data.jsonl --output new --checkpoints mine": (

@@ -15,7 +15,7 @@ from tools.hlo import loops_of
 # As XLA writes for a GPU: a fusion that hands a Triton kernel a slice, an asynchronous slice, a slice into a stack, and
 # a fill. The kernel's code is `.entry my_kernel(`, compressed.
 GPU_PROGRAM = (Path(__file__).parents[1] / "data" / "gpu_program.txt").read_text()
-# The same for two GPUs: a gather beside a product, and an exchange beside nothing.
+# The same for two GPUs: a gather that overlaps a product, and an exchange that overlaps nothing.
 COLLECTIVES = """
 %async_computation (p: bf16[2,8]) -> bf16[2,8] {
   %p = bf16[2,8]{1,0} parameter(0)
@@ -43,7 +43,7 @@ def test_collectives_and_what_runs_beside_them():
         Collective("all-gather", 8 * 8 * 2 / 2, ("__cublas$lt$matmul",)),
         Collective("all-to-all", 2 * 8 * 2 / 2, ()),
     ]
-    assert "all-gather: 0.0 MB, beside 1 x __cublas$lt$matmul" in collectives.report(COLLECTIVES)
+    assert "all-gather: 0.0 MB, overlaps 1 x __cublas$lt$matmul" in collectives.report(COLLECTIVES)
 
 
 @pytest.mark.parametrize("donated, results", [((), 4000), ((0,), 0)])

@@ -375,7 +375,7 @@ WRONG_ADAPTERS = [
     (jgg.hf.Adapter({-1: {"w_down": TERM}}), r"layers of adapter must be an int of at least 0, got -1"),
     (jgg.hf.Adapter({0: [TERM]}), r"layer 0 of adapter must be a mapping from parameters to LowRanks, got list"),
     (jgg.hf.Adapter({0: {"w_router": TERM}}), r"layer 0 of adapter must have terms of .*, got \['w_router'\]"),
-    (jgg.hf.Adapter({0: {"w_gate_up": TERM}}), r"w_gate_up of layer 0 beside w \[8, 32, 48\] .* must have"),
+    (jgg.hf.Adapter({0: {"w_gate_up": TERM}}), r"w_gate_up of layer 0 for w \[8, 32, 48\] .* must have"),
     (jgg.hf.Adapter({0: {"w_down": TERM.a}}), r"w_down of layer 0 must be a LowRank, got ndarray"),
     (
         jgg.hf.Adapter({}, {"base_model.model.model.layers.0.mlp.experts.lora_A.weight": TERM.a}),

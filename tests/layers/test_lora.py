@@ -146,7 +146,7 @@ def test_quantized_base():
 def test_errors():
     arrays, low_rank, _, indices = make()
     term = low_rank["low_rank_down"]
-    with pytest.raises(ValueError, match=r"^low_rank_gate_up beside w \[.*\] in w_layout 'enk' must have a \["):
+    with pytest.raises(ValueError, match=r"^low_rank_gate_up for w \[.*\] in w_layout 'enk' must have a \["):
         forward(arrays | {"low_rank_gate_up": term}, indices)
     with pytest.raises(TypeError, match=r"^low_rank_down must be a LowRank, got tuple"):
         forward(arrays | {"low_rank_down": (term.a, term.b)}, indices)

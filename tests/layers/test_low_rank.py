@@ -80,9 +80,9 @@ W, LOW_RANK, _ = make("enk")
 A, B = LOW_RANK.a, LOW_RANK.b
 WRONG = {
     "rank of b": ((A, B[..., :1]), W, "enk", r"w_layout 'enk' must have a \[3, 1, 7\] .*got a \[3, 2, 7\]"),
-    "rows of w": ((A, B), W[:, :9], "enk", r"LowRank beside w \[3, 9, 7\] .* and b \[3, 9, 2\], got .* \[3, 10, 2\]"),
+    "rows of w": ((A, B), W[:, :9], "enk", r"LowRank for w \[3, 9, 7\] .* and b \[3, 9, 2\], got .* \[3, 10, 2\]"),
     "experts": ((A[:2], B[:2]), W, "enk", r"must have a \[3, 2, 7\] and b \[3, 10, 2\], got a \[2, 2, 7\]"),
-    "the other layout": ((A, B), W, "ekn", r"LowRank beside w \[3, 10, 7\] in w_layout 'ekn' must have"),
+    "the other layout": ((A, B), W, "ekn", r"LowRank for w \[3, 10, 7\] in w_layout 'ekn' must have"),
     "an unknown layout": ((A, B), W, "kn", r"w_layout must be one of \('enk', 'ekn'\), got 'kn'"),
     "axes of a": ((A[0], B), W, "enk", r"LowRank\.a must be \[E, r, K\], 3-dimensional, got \[2, 7\]"),
     "axes of w": ((A, B), W[0], "enk", r"w must be \[E, N, K\] or \[E, K, N\], 3-dimensional, got \[10, 7\]"),

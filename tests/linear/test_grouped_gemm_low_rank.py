@@ -153,7 +153,7 @@ def test_no_product_for_the_weights():
 def test_errors():
     floats, dy, order = make(Case("uneven"))
     term = floats["low_rank"]
-    with pytest.raises(ValueError, match=re.escape("low_rank beside w [5, 40, 24] in w_layout 'enk' must have a [5, ")):
+    with pytest.raises(ValueError, match=re.escape("low_rank for w [5, 40, 24] in w_layout 'enk' must have a [5, ")):
         run(floats | {"low_rank": jgg.LowRank(term.b, term.a)}, dy, order, Case("uneven"))
     with pytest.raises(TypeError, match=re.escape("low_rank must be a LowRank, got tuple")):
         run(floats | {"low_rank": (term.a, term.b)}, dy, order, Case("uneven"))

@@ -213,7 +213,7 @@ WRONG = {
         "qk_rope_head_dim": 3,
         "head_dim": None,
     },
-    "qk_rope_head_dim and head_dim must be equal, as they are names of one setting, got [4, 12]": {"head_dim": 12},
+    "qk_rope_head_dim and head_dim must be equal: they name the same setting, got [4, 12]": {"head_dim": 12},
     "qk_head_dim must be the sum of qk_nope_head_dim and qk_rope_head_dim, got 12": {"qk_head_dim": 12},
     "moe_layer_freq must be 1, got 2": {"moe_layer_freq": 2},
     "topk_method must be 'noaux_tc', got 'greedy'": {"topk_method": "greedy"},

@@ -228,7 +228,7 @@ WRONG = {
     "head_dim must be at most 65536, got 1000000": ({"head_dim": 10**9}, ValueError),
     "vocab_size must be at most 2147483647, got 1000000": ({"vocab_size": 10**30}, ValueError),
     "num_experts must be at most 65536, got 1000000": ({"num_local_experts": None, "num_experts": 10**30}, ValueError),
-    "num_experts and num_local_experts must be equal, as they are names of one setting, got [8, 4]": (
+    "num_experts and num_local_experts must be equal: they name the same setting, got [8, 4]": (
         {"num_experts": 8},
         ValueError,
     ),
@@ -291,7 +291,7 @@ def test_wrong_settings_of_one_family_are_named():
             "mellum",
             {"rope_parameters": {"full_attention": {"truncate": False}}},
         ),
-        "is_moe_layer must be that of mlp_layer_types, [False, True, True], got [True]": (
+        "is_moe_layer must agree with mlp_layer_types, [False, True, True], got [True]": (
             "exaone_moe",
             {"is_moe_layer": [True]},
         ),

@@ -90,9 +90,9 @@ FAILING = {
     "raised": ("{{ raise_exception('no system') }}", "the chat template fails: TemplateError: no system"),
     "syntax": ("{% if %}", "the chat template fails: TemplateSyntaxError"),
     "missing": ("{{ messages[0].parts.text }}", "the chat template fails: UndefinedError"),
-    "anew": (
+    "rewritten": (
         "{% for m in messages %}{{ loop.last }}{{ m.content }}{% endfor %}",
-        "the chat template writes the messages before the assistant's anew",
+        "the chat template rewrites the messages before the assistant's",
     ),
 }
 

@@ -22,11 +22,11 @@ DROPS = (
 # as Gemma's
 REJECTS = "{% if messages[0].role == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}" + LOOP
 CALL = {"role": "assistant", "thinking": "two", "content": ""}
-ANEW = "the chat template writes the messages before the assistant's anew"
+REWRITES = "the chat template rewrites the messages before the assistant's"
 # name: the template, a row that it cannot mark, and the error
 KINDS = {
-    "moves": (MOVES, [SYSTEM, USER, ASSISTANT], ANEW),
-    "drops": (DROPS, [USER, CALL, {"role": "tool", "content": "one"}, ASSISTANT], ANEW),
+    "moves": (MOVES, [SYSTEM, USER, ASSISTANT], REWRITES),
+    "drops": (DROPS, [USER, CALL, {"role": "tool", "content": "one"}, ASSISTANT], REWRITES),
     "rejects": (
         REJECTS,
         [SYSTEM, USER, ASSISTANT],

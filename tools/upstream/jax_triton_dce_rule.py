@@ -4,7 +4,7 @@ With JAX 0.12 no call lowers: the rule for dead code elimination takes two argum
 
 JAX 0.12 calls the rules in `partial_eval.dce_rules` with `(used_outs, live_ins, eqn)`. jax-triton's
 `_triton_kernel_call_dce_rule` takes `(used_outs, eqn)`, so that `jax.jit` of any function that calls `triton_call`
-raises TypeError as it is lowered. jax-triton 0.4.1 asks for `jax>=0.11.0`, so pip installs the two together. A rule
+raises TypeError during lowering. jax-triton 0.4.1 asks for `jax>=0.11.0`, so pip installs the two together. A rule
 that takes `(used_outs, *live_ins_and_eqn)` serves both versions of JAX.
 
 Seen with jax-triton 0.4.1, JAX 0.12.0.1 and Triton 3.9.0; right with JAX 0.11.2. It needs no GPU, but

@@ -5,11 +5,11 @@ Gluon kernels go through Triton's passes, which make asynchronous products wait
 jax-triton compiles a Gluon kernel by `make_ttir` and `make_ttgir` of the CUDA backend, as it does a Triton kernel.
 Triton compiles it by `gluon_to_ttgir` instead: in Gluon the kernel itself says what is asynchronous. Triton's
 pipelining then puts a wait for all products behind each `warpgroup_mma`. Results are right, but no product overlaps
-with the next. `backend.gluon_to_ttgir(module, metadata, options, capability)` for `GluonJITFunction`s would mend it.
+with the next. `backend.gluon_to_ttgir(module, metadata, options, capability)` for `GluonJITFunction`s would fix it.
 
 Seen with jax-triton 0.4.1, JAX 0.11.2, Triton 3.7.1 and 3.9.0. It needs no GPU, but `jax-cuda12-plugin` to lower for
 one; with JAX 0.12 see jax_triton_dce_rule.py first. It prints the waits in the PTX, by jax-triton and by Triton:
-[1, 0, 0], of which the first two are in the loop, and [1, 0]. It ends with 1 while they differ.
+[1, 0, 0], the first two in the loop, and [1, 0]. It ends with 1 while they differ.
 """
 
 import glob

@@ -3,7 +3,7 @@
 With Triton 3.7 no kernel with a TMA descriptor compiles: it does not set `is_im2col`
 
 `CompilationResult.__post_init__` raises ValueError if `tensordesc_meta` lacks a key of `TensorDescMeta`. Triton 3.7
-writes no `is_im2col`, though jax-triton asks for `triton>=3.7`. `is_im2col: NotRequired[bool]` would mend it: where the
+writes no `is_im2col`, though jax-triton asks for `triton>=3.7`. `is_im2col: NotRequired[bool]` would fix it: where the
 field is used, it is read by `meta.get("is_im2col", False)` already.
 
 Seen with jax-triton 0.4.1, JAX 0.11.2 and Triton 3.7.1; right with Triton 3.9.0. It needs no GPU, but

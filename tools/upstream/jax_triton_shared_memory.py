@@ -1,6 +1,6 @@
 """A report for https://github.com/jax-ml/jax-triton, which was not sent yet.
 
-A kernel that needs more shared memory than the GPU has is compiled, and fails as the program runs
+A kernel that needs more shared memory than the GPU has is compiled, and fails when the program runs
 
 Triton's own launcher raises OutOfResources, with the bytes that are needed and the limit, before the first launch.
 jax-triton knows the bytes as it compiles (`metadata["shared"]`), but checks nothing. The program fails when it runs,
@@ -8,8 +8,8 @@ with an error of CUDA that does not name the kernel. A ValueError from `_compile
 both numbers, would say what to change.
 
 Seen with jax-triton 0.4.1, JAX 0.11.2, Triton 3.7.1 and 3.9.0. It needs an H100 or H200 to fail as it runs. Without
-one it compiles, which needs `jax-cuda12-plugin`, prints the bytes that the kernel needs, 294,912, beside the 232,448 of
-a block on an H100, and ends with 1 while that is no error. With JAX 0.12 see jax_triton_dce_rule.py first.
+one it compiles, which needs `jax-cuda12-plugin`, prints the bytes that the kernel needs, 294,912, next to the 232,448
+of a block on an H100, and ends with 1 while that is no error. With JAX 0.12 see jax_triton_dce_rule.py first.
 """
 
 import glob

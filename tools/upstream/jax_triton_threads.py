@@ -9,7 +9,7 @@ refuses a launch with another number of threads than `.reqntid`. `make_llir` of 
 
 Seen with jax-triton 0.4.1, JAX 0.11.2, Triton 3.7.1 and 3.9.0. The launch needs an H100 or H200: there the program
 fails with an error of CUDA, rather than print [1. 2.]. Without one it compiles the kernel, which needs
-`jax-cuda12-plugin`, and prints the 256 threads that the PTX requires beside the 128 of the launch; it ends with 1 while
+`jax-cuda12-plugin`, and prints the 256 threads that the PTX requires and the 128 of the launch; it ends with 1 while
 they differ. With JAX 0.12 see jax_triton_dce_rule.py first.
 """
 

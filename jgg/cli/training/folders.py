@@ -51,7 +51,7 @@ def _check_checkpoints(folder: Path) -> None:
     runs.check_notes(folder / _NOTED, *_KEYS)
     has_notes = (folder / _NOTED).exists()
     if has_steps(folder) and not has_notes:
-        raise UsageError(f"--checkpoints must be new or have {_NOTED} beside its steps, got {folder}")
+        raise UsageError(f"--checkpoints must be new or have {_NOTED} next to its steps, got {folder}")
     others = sorted({each.name for each in folder.iterdir()} - {LOCK}) if folder.is_dir() and not has_notes else []
     if others:
         raise UsageError(f"--checkpoints must be new, empty or of a run, got {folder}, which has {others[0]}")

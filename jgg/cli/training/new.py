@@ -50,7 +50,7 @@ def _check(args) -> Path:
 
 def make(args, config: jgg.models.ModelConfig, sharding: MoESharding | None, **more: Any) -> jgg.models.Decoder:
     """The model that options describe, with further arguments of `Decoder`."""
-    # what is saved beside the model
+    # what is saved alongside the model
     config = dataclasses.replace(config, left_out=LeftOut.of(args.tokenizer, ()))
     return jgg.models.Decoder(
         config,

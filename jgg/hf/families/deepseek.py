@@ -36,7 +36,7 @@ def _glm4_moe_lite(settings: Settings) -> Arguments:
     return in_all_layers(settings, read_latent(settings)) | found
 
 
-# keys of latent attention, and of published configs beside those of transformers
+# keys of latent attention, and keys that published configs have in addition to transformers'
 _OF_LATENT = {
     **{"attention_bias": False, "kv_lora_rank": 512, "num_key_value_heads": None, "qk_head_dim": None},
     **{"qk_rope_head_dim": 64, "rope_interleave": True, "scoring_func": "sigmoid", "topk_method": "noaux_tc"},

@@ -25,7 +25,7 @@ def _exaone_moe(settings: Settings) -> Arguments:
     read |= read_mlp_types(settings, [number < num_dense for number in range(num_layers)])
     has_experts = [not is_dense for is_dense in read.get("is_dense", [False] * num_layers)]
     given = settings.get("is_moe_layer")
-    check(given in (None, has_experts), f"is_moe_layer must be that of mlp_layer_types, {has_experts}, got {given}.")
+    check(given in (None, has_experts), f"is_moe_layer must agree with mlp_layer_types, {has_experts}, got {given}.")
     return read
 
 

@@ -35,7 +35,7 @@ def _gemma4(settings: Settings) -> Arguments:
         settings.only(key, value)
     direction = settings.get("use_bidirectional_attention")
     check(
-        direction in (None, "vision"),  # of which the latter is of the tokens of images
+        direction in (None, "vision"),  # "vision" affects only tokens of images
         f"use_bidirectional_attention must be null or 'vision', as tokens of text see those before them, "
         f"got {direction!r}.",
     )

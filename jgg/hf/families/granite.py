@@ -64,7 +64,7 @@ GRANITEMOE = Family(
     model=_granitemoe,
     fused={"w_router": matrix("router.weight")} | FUSED,
 )
-# whose shared expert is a module beside the block of the others
+# the shared expert is a module outside the block of the other experts
 GRANITEMOESHARED = dataclasses.replace(
     GRANITEMOE,
     block="",

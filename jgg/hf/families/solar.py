@@ -23,6 +23,6 @@ SOLAR_OPEN = dataclasses.replace(
     model=_solar_open,
     aliases={"n_routed_experts": "num_local_experts"},
     only={"first_k_dense_replace": 0, "use_qk_norm": False},
-    without_effect=("intermediate_size",),  # of dense layers, of which it has none
+    without_effect=("intermediate_size",),  # for dense layers; it has none
     ignored=(r"rotary_emb\.inv_freq",),
 )

@@ -1,4 +1,4 @@
-"""Computes with arrays of M rows one range of columns after the other, since whole they would take much memory."""
+"""Computes arrays of M rows one range of columns at a time, since whole arrays would take much memory."""
 
 import math
 
@@ -8,8 +8,8 @@ from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
 
 STEP = 256  # a part begins at a multiple of this, the width of the widest tiles
-# A part has at least so many columns, so that it costs little that each part loads the same rows again, and so many
-# tiles for each multiprocessor, so that few multiprocessors are idle during the last tiles.
+# The fewest columns of a part: each part loads the same rows again, which wider parts make cheap. And the fewest tiles
+# per multiprocessor, so that few multiprocessors are idle during the last tiles.
 _MIN_WIDTH = 512
 _MIN_TILES = 10  # tiles of 128 rows and 256 columns
 

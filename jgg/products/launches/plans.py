@@ -248,7 +248,7 @@ def plan_dw(
 
 
 def row_parts(problem: GroupedGemmProblem, target: Target, config: KernelConfigDW) -> int:
-    """The `row_parts` of dW by the plain kernel: so many that, with few tiles, every program has one.
+    """The `row_parts` of dW by the plain kernel: enough that every program has one, even with few tiles.
 
     An adapter's dW, [K, r], has few tiles and reduces over all rows. Each part takes at least _LEAST_STEPS steps.
     """

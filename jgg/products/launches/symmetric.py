@@ -61,11 +61,11 @@ def _chosen_config(
 
 
 def symmetric_config(problem: GroupedGemmProblem, target: Target) -> KernelConfigForward:
-    """The default configuration of the plain kernel, by that of a forward product; none spills registers.
+    """The default configuration of the plain kernel, derived from a forward product's; none spills registers.
 
-    - Tiles are no wider than high: of wider ones more elements lie above the diagonal.
-    - A tile is stored twice. On GPUs of compute capability 9.0, while one of a multiprocessor's two programs stores,
-      the other multiplies; on later ones that takes too many registers. Tiles of float32 results are narrower.
+    - Tiles are no wider than high: wider ones have more elements above the diagonal.
+    - A tile is stored twice. On GPUs of compute capability 9.0, one of a multiprocessor's two programs multiplies while
+      the other stores; on later ones this takes too many registers. Tiles of float32 results are narrower.
     """
     config = plain_config(KernelConfigForward, problem, target)
     assert isinstance(config, KernelConfigForward)

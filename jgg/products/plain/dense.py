@@ -1,6 +1,6 @@
 """Dense products in plain JAX: of rows x [..., K] and one matrix, [K, N] or [N, K] by the problem's layout.
 
-A matrix or bias may also have an axis in front, as that of one group has.
+A matrix or bias may also have an axis of size 1 in front, like those of one group.
 """
 
 import jax
