@@ -54,7 +54,7 @@ def percent_of_others(got: jax.Array, want: jax.Array) -> float:
 
 
 def compare(function: Callable[[jax.Array], jax.Array], x: jax.Array) -> list[float]:
-    """For each of COUNTS, the percentage of results that differ with only this many rows; last, for all in another order."""
+    """For each of COUNTS, the percentage of results that differ with only this many rows, then in another order."""
     counts = [count for count in COUNTS if count <= len(x)]
     with concurrent.futures.ThreadPoolExecutor() as pool:
         compiled = {count: pool.submit(_compiled, function, x, count) for count in [*counts, len(x)]}

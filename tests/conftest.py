@@ -48,7 +48,7 @@ def pytest_collection_finish(session):
     """Writes the groups; and Python looks for garbage less often, and not among what was imported."""
     workers.write_groups(session.items)
     gc.freeze()
-    gc.set_threshold(20_000)  # tracing makes so many objects that by default this takes a twelfth of the time
+    gc.set_threshold(20_000)  # tracing makes many objects; the default takes a twelfth of the time
 
 
 def pytest_runtest_setup(item):
@@ -65,7 +65,7 @@ def pytest_runtest_teardown():
 
 @pytest.fixture(autouse=True)
 def alone(request, monkeypatch):
-    """No thread compiles what a test has traced: it would launch kernels beside those that the test counts.
+    """No thread compiles what a test has traced: it would launch kernels that the test would count.
 
     Large tests count none, and their kernels take longest to compile.
     """

@@ -1,4 +1,4 @@
-"""The commands that README and the pages show are taken, and README's run as they are written."""
+"""The commands in README and the pages are accepted, and README's run unchanged."""
 
 import os
 import re

@@ -420,7 +420,7 @@ def test_matrices_decay_by_either_optimizer(optimizer):
     updates, _ = made.update(gradients, made.init(params), zeros)
     rms = {name: float(jnp.sqrt(jnp.mean(jnp.square(update)))) / 0.5 for name, update in updates.items()}
     assert rms.pop("w_o") == pytest.approx({"adamw": 1.0, "muon": 0.2}[optimizer], rel=0.2)
-    # Nesterov's mean, which AdamW beside Muon has too, is 1 + 0.9 * 0.1 / 0.19 times the first gradient
+    # Nesterov's mean, which AdamW also has when it runs with Muon, is 1 + 0.9 * 0.1 / 0.19 times the first gradient
     of_others = {"adamw": 1.0, "muon": 1 + 0.9 * 0.1 / 0.19}[optimizer]
     assert rms == pytest.approx(dict.fromkeys(rms, of_others), rel=0.01)
 

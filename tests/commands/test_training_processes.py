@@ -39,7 +39,7 @@ def arguments_of(command, name):
 
 
 def start(folder, command, name, devices, *options):
-    """A process that trains, with so many devices of its own."""
+    """A process that trains, with this many devices of its own."""
     environment = processes.with_devices(devices) | {
         "JAX_CPU_COLLECTIVES_IMPLEMENTATION": "gloo",
         "PYTHONPATH": str(processes.ROOT),

@@ -161,7 +161,7 @@ def test_the_own_file_comes_before_the_shipped_one(own_file):
 
 
 def edited(part=None, **changes):
-    """A file of one entry, of which someone changed fields of the problem, of the config or its own."""
+    """A file of one entry with changed fields: of its problem, of its config or its own."""
     content = entry().as_json()
     if part is None:
         content |= changes

@@ -184,7 +184,7 @@ def on_one_device(function):
 
 @pytest.fixture
 def with_threads(monkeypatch):
-    """A function that lets so many threads compile beside the program's own, and forgets what was noted before."""
+    """A function that lets this many threads compile alongside the program's own, and forgets earlier records."""
     return lambda count: monkeypatch.setattr(Operation, "ahead", AheadCompiler(count))
 
 

@@ -50,11 +50,11 @@ def lowered(folder, compute_capability, *options):
 def test_kernels_compile_and_fit(compute_capability, options, tmp_path):
     kernels = lowered(tmp_path, compute_capability, *options)
     check_shared_memory(kernels, compute_capability)
-    # four registers of warps that multiply, where hidden features and what is kept are made beside gathers
+    # four registers of warps that multiply, where gathers share the kernel with hidden features and what is kept
     allowed = {"hopper_fp8_kernel": 64}
     # what lives from before a loop over columns until after it
     allowed |= dict.fromkeys(DELTA_RULE_KERNELS, 4096)
-    # two registers where w is unpacked beside gathers: so the assembler has room for four programs
+    # two registers where the kernel gathers and unpacks w: so the assembler has room for four programs
     of_packed = {"forward_kernel": 16}
     spilling = [
         kernel

@@ -32,7 +32,7 @@ def kernel_calls(function, *shapes):
 
 
 def place(location, locations):
-    """A location and those that it names, of which one has the scopes."""
+    """A location and the locations it names; one of them has the scopes."""
     text = locations.get(location, "")
     return " ".join([text, *(place(inner, locations) for inner in re.findall(r"#loc\d+", text))])
 

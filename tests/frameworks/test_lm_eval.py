@@ -163,7 +163,7 @@ def test_generation_is_that_of_each_context_alone(folder):
         "do_sample": False,
         "temperature": 0.0,
         "max_gen_toks": 5,
-    }  # a temperature beside greedy decoding is not used
+    }  # greedy decoding ignores the temperature
     (greedy,) = lm.generate_until(instances("generate_until", (words(contexts[0]), cold)))
     assert numbers(greedy) == want[0][:5]
     drawn = {"do_sample": True, "temperature": 5.0, "top_k": 60, "top_p": 0.99, "max_gen_toks": 5}

@@ -31,7 +31,7 @@ def total(function):
 
 
 class One:
-    """A product of one element of a batch as a function of x, w, topk_weights and bias, of which some are batched."""
+    """A product of one element of a batch as a function of x, w, topk_weights and bias; some of these are batched."""
 
     def __init__(self, implementation, batched, arrays):
         self.axes = [0 if name in batched else None for name in NAMES]

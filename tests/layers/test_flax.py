@@ -219,7 +219,7 @@ def test_params_are_loaded_into_the_dtype_that_they_have(dtype):
     jgg.nnx.load_params(layer, params_of(nnx_layer(**OPTIONS["DeepSeek-V3"])))  # from a layer's arrays too
     for name, array in loaded.items():
         np.testing.assert_array_equal(params_of(layer)[name], array)
-    assert not layer.w_down[...].committed  # so that it can be used beside arrays on several devices
+    assert not layer.w_down[...].committed  # so that it can be used together with arrays on several devices
 
 
 def test_params_are_loaded_into_a_stack_of_layers():

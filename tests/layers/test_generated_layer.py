@@ -101,7 +101,7 @@ ROUTERS = (
 
 @IMPLEMENTATIONS
 def test_route(implementation):
-    """Logits of which many are equal; they are eighths, so that float32 and float64 order them alike."""
+    """Logits with many ties; they are eighths, so that float32 and float64 order them alike."""
     static = ("topk", "score", "normalize", "scale", "num_groups", "topk_groups", "implementation")
     route = jax.jit(jgg.route, static_argnames=static)
 

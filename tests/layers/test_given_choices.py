@@ -266,7 +266,7 @@ def test_flax_layers_replay_what_they_sow():
 
 
 def test_a_flax_model_replays_layer_by_layer():
-    """The choices of stacked layers, as they are sown, are the arguments of the replay."""
+    """The sown choices of stacked layers are the arguments of the replay."""
 
     class Model(nn.Module):
         @nn.compact

@@ -1,4 +1,4 @@
-"""Checkpoints of Hugging Face in FP8 and MXFP4: read in bfloat16, kept as they are, written bit for bit or refused."""
+"""Hugging Face checkpoints in FP8 and MXFP4: read in bfloat16, kept quantized, written bit for bit or refused."""
 
 import jax.numpy as jnp
 import ml_dtypes

@@ -1,7 +1,7 @@
 """A token's result does not depend, in its last bit, on the other tokens, on their number or order, or on padding.
 
-On a GPU bits are compared. Without one, programs are lowered for a GPU with nothing in the place of the kernels, and
-what XLA computes for each token is looked at: only what it can round once, in whatever way it fuses.
+On a GPU bits are compared. Without one, programs are lowered for a GPU without the kernels, and the test looks at what
+XLA computes for each token: only what it rounds once, however it fuses.
 """
 
 import functools
@@ -56,7 +56,7 @@ def apply(layer, arrays, x, quantization=None, **more):
 
 @pytest.fixture
 def without_kernels(monkeypatch):
-    """Lowers nothing in the place of kernels, whose results the compiler does not know."""
+    """Lowers nothing instead of kernels, so that the compiler does not know their results."""
 
     def call(compute_capability, kernel, launch):
         results = {key: jnp.zeros(result.shape, result.dtype) for key, result in launch.result_types.items()}
@@ -92,7 +92,7 @@ def test_xla_sums_nothing_of_a_token(case, num_tokens, quantization, without_ker
 
 
 def packed(array):
-    """MXFP4 in the place of experts' weights [E, K, N], with other values."""
+    """MXFP4 weights with the shape of experts' weights [E, K, N] and other values."""
     return random_packed(array.shape, axis=1)
 
 

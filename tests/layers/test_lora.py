@@ -1,4 +1,4 @@
-"""`moe_mlp` with terms of low rank: as with merged weights, without gradients of the weights beside them."""
+"""`moe_mlp` with low-rank terms: as with merged weights, and without gradients of the frozen weights."""
 
 import jax
 import jax.numpy as jnp

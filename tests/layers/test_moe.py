@@ -154,7 +154,7 @@ def test_vmap_with_shared_weights(implementation):
 
 
 def test_oracle_agrees_with_the_grouped_gemm_oracle():
-    """The first product of the oracle above is that of the one oracle of grouped GEMM."""
+    """The first product of the oracle above equals that in the grouped GEMM oracle."""
     floats, chosen, dy = make(topk=1, tokens=6, chosen=[[0], [0], [1], [3], [4], [4]])
     floats["topk_weights"][:] = 1
     y, _ = expected(floats, chosen, dy, "swiglu", False, "enk")

@@ -187,7 +187,7 @@ def test_weights_quantized_once(implementation):
     # a GPU's own products in a scan may be other programs than those outside
     allowed = 1e-2 if implementation == "xla" else 0
     assert distance(microbatches(arrays["w_down"]), 2 * want["w_down"]) <= allowed
-    # an FP8 checkpoint's weights are multiplied as they are
+    # an FP8 checkpoint's weights are multiplied without conversion
     frozen = {name: jgg.quantize_weights(arrays[name]) for name in ("w_gate_up", "w_down")}
     by_x = lambda x: forward(arrays | frozen | {"x": x}, routing, recipe, implementation=implementation)  # noqa: E731
     y, dx = jax.jit(forward_and_backward(by_x))(arrays["dy"], arrays["x"])
@@ -341,7 +341,7 @@ def test_errors():
 
 
 def test_quantized_weights_of_layers():
-    """Multiplied as they are in blocks of 128 x 128; in others dequantized, and quantized again."""
+    """Blocks of 128 x 128 are multiplied unchanged; others are dequantized and quantized again."""
     arrays, _ = make()
     x, experts = arrays["x"], 5
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""`grouped_gemm` with a term of low rank: as with merged weights, and without a gradient of the weights beside it."""
+"""`grouped_gemm` with a low-rank term: as with merged weights, and without a gradient of the frozen weights."""
 
 import re
 
@@ -81,7 +81,7 @@ def test_as_merged(case, implementation):
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", [case for case in OF_CASES if case.name not in QUICK], ids=lambda case: case.name)
 def test_as_merged_in_other_cases(case):
-    """The term is as in the quick cases; what is beside it, test_contract.py tests in all of them."""
+    """The term is the quick cases'; test_contract.py tests everything else in all of them."""
     assert_as_merged(case)
 
 

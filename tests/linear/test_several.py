@@ -22,7 +22,7 @@ K, FEATURES, RANKS = 24, (40, 17, 8), (3, 1, 5)
 
 
 def make(rows=(2, 3), ranks=RANKS, seed=0, has_biases=False):
-    """x, matrices and biases, of which one is None unless `has_biases`, and dy of each layer."""
+    """x, matrices and biases, one of them None unless `has_biases`, and dy of each layer."""
     rng = np.random.default_rng(seed)
 
     def normal(*shape):

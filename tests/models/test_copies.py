@@ -30,7 +30,7 @@ def arrays_of(model):
 
 
 def made_for_generation(model):
-    """The arrays that the programs of generation take beside the model's own."""
+    """The arrays that the programs of generation take in addition to the model's own."""
     own = set(map(id, arrays_of(model)))
     return [array for array in jax.tree.leaves(decoding.split_model(model)[1]) if id(array) not in own]
 

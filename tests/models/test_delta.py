@@ -24,7 +24,7 @@ NO_TOKEN = 64  # gives NaN where a program reads it
 
 @functools.cache
 def model():
-    """The model in float32, whose parameters stay as they are."""
+    """The model in float32, whose parameters stay unchanged."""
     return loaded(FAMILY)
 
 
@@ -43,7 +43,7 @@ def gradients(params, graphdef, tokens, segments, weights):
 def test_packed_sequences_compute_and_learn_as_each_alone():
     """In one program, of as many rows: the last two are whole, and give what transformers gives.
 
-    Adapters are beside it that add nothing yet, of which b learns what a makes of the gradient of its matrix.
+    The model has adapters that add nothing yet; their b learns what a makes of its matrix's gradient.
     """
     rng, pieces = np.random.default_rng(0), [(0, 0, 5), (0, 5, 6), (0, 6, 13), (1, 0, 2), (1, 2, 13)]
     tokens, alone, segments = np.zeros((3, 7, 13), np.int32)
@@ -263,7 +263,7 @@ def in_multimodal(tensors):
 
 @pytest.mark.parametrize("is_text", [False, True])
 def test_a_multimodal_folder_has_the_parameters_of_its_language_model(is_text, tmp_path):
-    """With is_text, a folder of which transformers has opened and written the language model alone."""
+    """With is_text, the folder is what transformers writes when it opens only the language model."""
     text = config_of(FAMILY)
     config = {"model_type": "qwen3_5_moe", "text_config": text, "tie_word_embeddings": True, "vision_config": {}}
     (tmp_path / "config.json").write_text(json.dumps(text if is_text else config))

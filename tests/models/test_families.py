@@ -1,4 +1,4 @@
-"""Families beside those of the other files: each computes, learns, generates and is saved as by transformers."""
+"""Families without files of their own: each computes, learns, generates and is saved as by transformers."""
 
 import functools
 
@@ -20,7 +20,7 @@ LENGTHS = np.array([1, 5, 9])
 
 @functools.cache
 def model_of(family):
-    """The model in float32, whose parameters stay as they are."""
+    """The model in float32, whose parameters stay unchanged."""
     return loaded(family)
 
 

@@ -1,4 +1,4 @@
-"""Folders in FP8, as publishers make them: all that is not of the routed experts is dequantized as it is loaded."""
+"""Folders in FP8, as publishers make them: everything but the routed experts is dequantized on loading."""
 
 import itertools
 import json

@@ -122,7 +122,7 @@ def test_a_folder_with_towers_gives_the_same_model(tmp_path):
 
 
 def test_experts_alone_are_read_and_written():
-    """Their tensors are beside those of attention and norms, in modules of the layer itself."""
+    """Their tensors are next to those of attention and norms, in modules of the layer itself."""
     config, tensors = config_of(FAMILY), jgg.hf.Checkpoint(DATA / FAMILY)
     params = jgg.hf.from_hf(config, tensors, 3)
     assert params.keys() == jgg.hf.moe_layer(config).shapes.keys()

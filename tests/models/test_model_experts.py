@@ -1,4 +1,4 @@
-"""Experts that stay quantized as they are stored, or that are quantized as they are loaded."""
+"""Experts that stay in their quantized storage format, or that are quantized on loading."""
 
 import jax
 import jax.numpy as jnp

@@ -49,7 +49,7 @@ def left_to_xla(compute, *arguments):
 
 @pytest.fixture
 def without_attention_and_experts(monkeypatch):
-    """They have tests of their own: each query in the place of what it attends to, and a layer's x in that of its y."""
+    """They have tests of their own; here attention returns its queries, and a layer of experts its x."""
     monkeypatch.setattr("jgg.models.attention.attend", lambda q, k, v, **_: q)
     monkeypatch.setattr(jgg.nnx.MoE, "__call__", lambda self, x, *_, **__: x)
 

@@ -49,7 +49,7 @@ def divide(monkeypatch, num_parts, num_blocks, num_logits):
     ("head", "num_parts", "num_blocks"),
     [
         (HEAD, 1, 1),
-        (HEAD, 4, 1),  # by which the 7 tokens of a sequence do not divide
+        (HEAD, 4, 1),  # which does not divide the 7 tokens of a sequence
         (HEAD, 4, 4),
         (Head(0.5, "enk"), 4, 2),
         (Head(0.5, softcap=2.0), 4, 2),
@@ -243,7 +243,7 @@ def test_blocks_of_parts_take_no_more_memory_than_two_heads(monkeypatch):
 
 
 def test_the_whole_logits_never_exist():
-    """And the gradients of logits, which dw needs, only as far as they take little memory beside the head."""
+    """And the gradients of logits, which dw needs, only where they take little memory compared with the head."""
     config = jgg.models.model_config(config_of("qwen3_moe") | {"vocab_size": 2**15})
     make = functools.partial(jgg.models.Decoder, config, param_dtype=jnp.bfloat16)
     graphdef, state = nnx.split(nnx.eval_shape(lambda: make(rngs=nnx.Rngs(0))))

@@ -72,7 +72,7 @@ def test_with_batch_invariant_kernels_compute_each_devices_sequences():
 
 
 def test_gathers_of_experts_wait_for_stored_weights_alone():
-    """Behind a barrier with x, in the backward pass or the forward pass, they could not run beside other layers."""
+    """Behind a barrier with x, in the backward or the forward pass, they could not overlap other layers."""
     config = jgg.models.model_config(config_of("qwen3_moe"))
     sharding, tokens = MoESharding(abstract_mesh(), data="a", fsdp="b"), np.zeros((8, 16), np.int32)
 

@@ -1,4 +1,4 @@
-"""Folders that have a language model beside a vision tower, and those of the language model alone."""
+"""Folders with a language model and a vision tower, and folders of the language model alone."""
 
 import json
 import re

@@ -14,7 +14,7 @@ from tests.layers.test_hf_quantized import in_fp8
 from tests.support.models import DATA, config_of, copied
 
 FP8 = {"quant_method": "fp8", "fmt": "float8_e4m3fn", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-# what each config has beside token ids, and what is read of it
+# what each config has in addition to token ids, and what is read from it
 PUBLISHED = {
     "MiniMaxAI/MiniMax-M2": {
         "model_type": "minimax_m2",
@@ -251,7 +251,7 @@ def test_published_configs_are_read(name):
     assert (*sizes, moe.score, moe.normalize, moe.scale, moe.use_selection_bias) == EXPERTS[name]
 
 
-# keys by which a model would be another one than jgg has
+# keys that would make a model that jgg does not have
 REFUSED = {
     "MiniMaxAI/MiniMax-M2": {
         "attn_type_list": [0] + [1] * 61,

@@ -41,7 +41,7 @@ def random(seed, *shapes):
 
 
 def layer(params, x, implementation):
-    """Norms and a rotary embedding as in a layer, with something in the place of attention."""
+    """Norms and a rotary embedding as in a layer, with a substitute for attention."""
     x, y = norm_beside(x, params["first"], EPSILON, implementation)
     q, k = y @ params["q"], y @ params["k"]
     rotation = rotations(RotaryConfig((1.0, 0.3), 1.2), jnp.arange(x.shape[1])[None])

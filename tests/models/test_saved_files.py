@@ -1,4 +1,4 @@
-"""What a folder has beside its model, such as a tokenizer, is kept on saving, in files of the usual permissions."""
+"""A folder's other files, such as a tokenizer, are kept on saving, with the usual permissions."""
 
 import json
 import os
@@ -39,7 +39,7 @@ def with_files(folder, family="qwen3_moe", **changes):
 
 
 def files_of(folder):
-    """The texts of a saved folder's files beside the model's."""
+    """The texts of a saved folder's files, without the model's."""
     own = {"config.json", "model.safetensors"}
     return {path.name: path.read_text() for path in folder.iterdir() if path.name not in own}
 

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.usefixtures("optax_promotion")
 
 
 class Line(nnx.Module):
-    """x @ w + offset, of which an optimizer may train `offset` alone."""
+    """x @ w + offset; an optimizer may train `offset` alone."""
 
     def __init__(self):
         self.w = nnx.Param(jnp.array([1.0, -2.0, 3.0]))

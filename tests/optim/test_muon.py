@@ -165,7 +165,7 @@ def test_hyperparameters_are_injected():
 
 
 def test_a_layer_learns_with_the_trainer(tmp_path):
-    """A frozen matrix is beside trained ones; a run that is stopped goes on to the same bits."""
+    """One matrix is frozen while others train; a stopped run continues to the same bits."""
     x = jnp.asarray(RNG.normal(size=(2, 16, 8)), jnp.float32)
 
     def loss(layer, batch):

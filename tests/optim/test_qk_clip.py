@@ -1,4 +1,4 @@
-"""`jgg.optim.qk_clip`, and the largest logits of attention, by which it scales."""
+"""`jgg.optim.qk_clip`, and the largest attention logits, which it scales by."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""A term of low rank beside a product: the sum of two products against float64, in every implementation."""
+"""A low-rank term of a product: the sum of two products against float64, in every implementation."""
 
 import dataclasses
 

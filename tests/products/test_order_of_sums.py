@@ -139,7 +139,7 @@ def first_rows(y, rows):
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", STORED)
 def test_few_rows_get_the_bits_of_many(name):
-    """Few rows read weights as they are stored, or a quantized x; for many, weights are dequantized first."""
+    """Few rows read weights in their stored form, or a quantized x; for many, weights are dequantized first."""
     problems = [make_stored(rows=rows, **STORED[name]) for rows in EACH]
     with ThreadPoolExecutor(8) as threads:
         programs = list(

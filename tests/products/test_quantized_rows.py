@@ -57,7 +57,7 @@ def test_gathered_and_added_up(topk, scaled, dtype, implementation):
 
 @EVERYWHERE
 def test_rounded_once(implementation):
-    """In the dtype of other rows, and NaN stays in its block; rows that are not quantized stay as they are."""
+    """In the dtype of other rows, and NaN stays in its block; rows that are not quantized stay unchanged."""
     x = np.ones((4, COLUMNS), np.float32)
     x[2, 130] = np.nan
     quantized = jgg.quantize_tokens(x / 3)

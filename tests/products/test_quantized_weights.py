@@ -21,7 +21,7 @@ from tests.support.marks import PLAIN_JAX, on
 from tests.support.packed import random_packed
 
 SIZES = {"num_rows": 60, "in_features": 200, "out_features": 136, "num_experts": 5, "topk": 2}
-PACKED = {"in_features": 224, "out_features": 160}  # of which 128 is no divisor
+PACKED = {"in_features": 224, "out_features": 160}  # which 128 does not divide
 CASES = {
     "mxfp4's blocks": {"block": (32, 1)},
     "mxfp4's blocks, enk": {"block": (1, 32), "w_layout": "enk"},

@@ -1,4 +1,4 @@
-"""ragged_dot and ragged_dot_general beside those of jax.lax, which they replace."""
+"""ragged_dot and ragged_dot_general compared with jax.lax's, which they replace."""
 
 import functools
 import inspect

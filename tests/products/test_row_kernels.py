@@ -182,7 +182,7 @@ def test_rotary_under_vmap(batched, implementation):
 
 @KERNELS
 def test_results_are_rounded_once(implementation):
-    """So their error is that of their dtype alone, and less than where each operation rounds."""
+    """So the error is only their dtype's, and less than where each operation rounds."""
     q, k = random(7, (64, 256), (64, 64), dtype="float16")
     cos, sin = random(8, (64, 32), (64, 32))
     got = ROTARY(how(implementation), Rotary(q, k, None, None, cos, sin), head_features=64, epsilon=EPSILON)

@@ -128,7 +128,7 @@ def test_grouped_gemm(w_layout, axis):
         *(
             pytest.param(num_tokens, w_layout, "interpret", marks=[pytest.mark.interpret, mark])
             for num_tokens, w_layout, mark in (
-                (9, "enk", pytest.mark.thorough),  # read as they are packed
+                (9, "enk", pytest.mark.thorough),  # read in packed form
                 (200, "ekn", pytest.mark.sweep),  # unpacked before
                 (9, "ekn", pytest.mark.sweep),
                 (200, "enk", pytest.mark.sweep),
@@ -237,7 +237,7 @@ def test_errors():
     ],
 )
 def test_dtypes_that_stand_for_nothing_are_refused(changed, message):
-    """Above all FP8 beside the bytes that scale MXFP4, which would be taken for the numbers 0 to 255."""
+    """Above all FP8 values with the byte scales of MXFP4, which would be taken for the numbers 0 to 255."""
     w = jgg.quantize_weights(jnp.ones((4, 128, 128)))
     wrong = dataclasses.replace(w, **changed(w))
     x, routing, sizes = jnp.ones((2, 128)), jgg.route(jnp.ones((2, 4)), 1), jnp.array([1, 1, 0, 0])

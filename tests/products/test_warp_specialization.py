@@ -98,7 +98,7 @@ def test_many_groups(w_layout):
 
 @pytest.mark.gpu
 def test_the_same_bits_every_time():
-    """Also in a scan, whose results are slices of a larger array, and beside a kernel that moves in its way."""
+    """Also in a scan, whose results are slices of a larger array, and next to a kernel that moves in its way."""
     keys = jax.random.split(jax.random.key(0), 3)
     x = jax.random.normal(keys[0], (4096, 512), jnp.bfloat16)
     w = jax.random.normal(keys[1], (8, 512, 512), jnp.bfloat16)

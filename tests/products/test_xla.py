@@ -90,7 +90,7 @@ def quantized_product(x, weights, logits):
 
 
 def temporaries(function, num_experts, weights=lambda array: array):
-    """Bytes that a compiled program of that many experts of 3 * 128 * 256 weights needs beside its arguments."""
+    """Bytes that a compiled program needs besides arguments, with this many experts of 3 * 128 * 256 weights."""
     arrays = [jax.ShapeDtypeStruct((num_experts, *shape), "bfloat16") for shape in ((512, 128), (128, 256))]
     rest = jax.ShapeDtypeStruct((16, 128), "bfloat16"), jax.ShapeDtypeStruct((16, num_experts), "float32")
     program = jax.jit(function).lower(rest[0], weights(arrays), rest[1]).compile()
@@ -106,7 +106,7 @@ GROWTHS = {
     "layer backward": (layer(None, True), 0.1, list),
     "Fp8": (layer(jgg.Fp8(), False), 0.1, list),
     "Fp8 backward": (layer(jgg.Fp8(), True), 0.1, list),
-    "kept weights": (layer(jgg.Fp8(keeps_weights=True), True), 2.1, list),  # kept in FP8, as they are and transposed
+    "kept weights": (layer(jgg.Fp8(keeps_weights=True), True), 2.1, list),  # kept in FP8, also transposed
     "quantized product": (quantized_product, 1.1, QUANTIZED_W),  # as integers of 8 bits, which a CPU copies them to
     "quantize_weights": (lambda x, weights, logits: jgg.quantize_weights(weights[0]), 1.1, list),
 }

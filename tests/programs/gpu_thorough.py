@@ -1,8 +1,8 @@
 """Tens of thousands of generated cases on a GPU in minutes: python -m tests.programs.gpu_thorough.
 
 A few configurations are compiled; their values are drawn, computed and checked on the device, by a reference that holds
-all rows at once in float64. Three parts: cases as they may come; sizes and indices of any int32, beside guard arrays
-that nothing may write; the same case again and again, bit for bit. A failure is printed with what `--only` takes.
+all rows at once in float64. Three parts: ordinary cases; sizes and indices of any int32, next to guard arrays that
+nothing may write; the same case again and again, bit for bit. A failure is printed with what `--only` takes.
 """
 
 import argparse
@@ -43,7 +43,7 @@ class Configuration:
         values = jax.eval_shape(functools.partial(draw, case, self.dtype), key, 0.0)
         unwritten = [values.dy, *values[:4]]
         self.draw = jax.jit(functools.partial(draw, case, self.dtype)).lower(key, 0.0).compile()
-        # the type of y is that of dy, and of a gradient that of its array
+        # y has the type of dy, and a gradient has the type of its array
         self.fill = jax.jit(lambda: jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan, a.dtype), unwritten))
         self.fill = self.fill.lower().compile()
         self.run = jax.jit(run, donate_argnums=0, keep_unused=True).lower(unwritten, values).compile()
@@ -147,7 +147,7 @@ def reference(case, values):
         return None if array is None else array.astype(jnp.float64)
 
     def take(array, at, where):
-        """Rows of an array, zero for those that are not read, whatever it holds."""
+        """Rows of an array; rows that are not read are zero, whatever the array holds."""
         if array.shape[0] == 0:
             return jnp.zeros((rows, *array.shape[1:]), array.dtype)
         read = array.at[at].get(mode="fill", fill_value=0)
@@ -259,7 +259,7 @@ def run_cases(configuration, indices, seed, tally):
 
 
 def run_garbage(configuration, indices, seed, tally):
-    """Between all arrays of a call lie guards; inputs and guards must stay as they are."""
+    """Guards lie between all arrays of a call; inputs and guards must stay unchanged."""
     for index in indices:
         values = configuration.draw(key_of(seed + 1, configuration.number, index), (0.5, 1.0)[index % 2])
         guards, copies = zip(

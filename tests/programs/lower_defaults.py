@@ -2,7 +2,7 @@
 
 Takes the compute capability, how many problems, and a seed. Each line printed is a JSON object: a kernel with the
 problem and the configuration that it was compiled for, the bytes of shared memory that it compiled to, and those that
-`jgg.launching.requirements.shared_memory` says it takes at most (null for the small kernels beside the products).
+`jgg.launching.requirements.shared_memory` says it takes at most (null for the small kernels around the products).
 """
 
 import dataclasses

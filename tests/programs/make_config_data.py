@@ -3,8 +3,8 @@
     pip install torch transformers
     python -m tests.programs.make_config_data [FAMILY ...]
 
-Of each family that `jgg.models` has: "defaults", attributes of its class without arguments, "heads", the features of
-a head without head_dim, and of most "rotary", the frequencies and the factor for the settings of ROTARY beside SIZES.
+For each family that `jgg.models` has: "defaults", attributes of its class without arguments, "heads", the features of
+a head without head_dim, and for most "rotary", the frequencies and the factor for the settings of ROTARY with SIZES.
 Made with torch 2.13.0 and transformers 5.24.0.
 """
 

@@ -4,10 +4,10 @@
     python -m tests.programs.make_model_adapters [CASE ...]
     python -m tests.programs.make_model_adapters [CASE ...] --open FOLDER
 
-Each folder is what `save_pretrained` writes of a random adapter beside a model in tests/data/models, and logits.npy,
-float32 logits of the tokens in that model's reference.npz. With --open, PEFT opens the folders in FOLDER, named as the
-cases, which `jgg.models.save_adapter` wrote; each has logits.npy of jgg, which PEFT's must be. Made, and opened, with
-torch 2.13.0, PEFT 0.21.2 and transformers 5.24.0.
+Each folder has what `save_pretrained` writes for a random adapter of a model in tests/data/models, and logits.npy, the
+float32 logits of the tokens in that model's reference.npz. With --open, PEFT opens the folders in FOLDER, named like
+the cases, which `jgg.models.save_adapter` wrote; PEFT's logits must equal jgg's in each folder's logits.npy. Made, and
+opened, with torch 2.13.0, PEFT 0.21.2 and transformers 5.24.0.
 """
 
 import argparse

@@ -292,7 +292,7 @@ FAMILIES = {
     | {"tie_word_embeddings": True},
 }
 ZERO_CENTRED = "qwen3_next", "qwen3_5_moe_text"  # norms but the recurrent layers' multiply by 1 + weight
-# what multimodal families have beside the language model
+# what multimodal families have in addition to the language model
 TOWERS = {
     "qwen3_vl_moe": {
         "vision_config": {

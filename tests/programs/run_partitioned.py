@@ -133,7 +133,7 @@ def check_in_mesh(name):
 
 
 def check_explicit_mesh():
-    """Inside an Explicit mesh, set for good, the layer and, not jitted, what there is beside it."""
+    """Inside an Explicit mesh, set for good, the layer and, not jitted, everything else."""
     want = jax.device_get(jax.jit(products)())
     mesh = mesh_of(EXPLICIT, EXPLICIT, EXPLICIT)
     jax.set_mesh(mesh)
@@ -326,7 +326,7 @@ def check_fp8(*splits):
         return jnp.sum(jnp.sin(y)), y
 
     want = run(*arrays.values())
-    # over one axis of 4 devices, of which XLA splits 6 blocks over a half, as no NamedSharding can say
+    # over one axis of 4 devices, where XLA splits 6 blocks over two of the four, which no NamedSharding can say
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(AUTO,) * 2)
     for specs in splits:
         got = run(*place(mesh, arrays, specs).values())

@@ -2,7 +2,7 @@
 
 Arguments: the folder and an implementation. Prints the cache's hits, the seconds that the step took to be ready, and
 a hash of the program lowered for a Hopper GPU, which must not change from one process to the next, though its kernels
-are compiled anew.
+are compiled again.
 """
 
 import hashlib

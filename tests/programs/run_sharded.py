@@ -67,7 +67,7 @@ def forward_and_backward(implementation, mesh):
 
 
 def check_interpreted_under_jit_alone(part, want):
-    """What is split over two devices is gathered for the interpreter, and rows are refused as they are for kernels."""
+    """What is split over two devices is gathered for the interpreter; split rows are refused, as for kernels."""
     mesh = jax.make_mesh((2,), ("data",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:2])
 
     @jax.jit

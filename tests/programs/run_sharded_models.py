@@ -186,7 +186,7 @@ def check_adapters():
 
 
 def check_quantized():
-    """Experts in FP8, quantized as they are loaded, with adapters, given choices and a mask: logits and gradients."""
+    """Experts in FP8, quantized on loading, with adapters, given choices and a mask: logits and gradients."""
     sharding, options = MoESharding(mesh(), **ALL), {"experts": jgg.Fp8(), "lora_rank": 4, "remat": "names"}
     mask, given = np.arange(7) < np.arange(8)[:, None], np.random.default_rng(0).integers(-1, 4, (2, 8, 7, 2))
 
@@ -224,7 +224,7 @@ def check_quantized():
 
 
 def check_trained_adapters():
-    """Adapters beside experts in MXFP4, trained on eight devices and on one, and what two devices compute by them."""
+    """Adapters of MXFP4 experts, trained on eight devices and on one, and what two devices compute with them."""
 
     def loss(model, batch):
         return model.loss(batch[:, :-1], batch[:, 1:]), {}
@@ -276,7 +276,7 @@ def check_generation():
 
 
 def check_mask_and_choices():
-    """Tokens that count, of which devices have different numbers, and experts that they are given."""
+    """Tokens that count, in different numbers on each device, and given experts."""
     mask, given = np.arange(7) < np.arange(8)[:, None], np.random.default_rng(0).integers(-1, 4, (2, 8, 7, 2))
 
     def results_of(sharding):
@@ -351,7 +351,7 @@ def check_what_is_kept():
         assert leaf.sharding.is_equivalent_to(split[leaf.shape], leaf.ndim), (leaf.shape, leaf.sharding)
 
 
-# of which "few" checks the logits, and "others" a step
+# "few" checks the logits of these cases, and "others" a step
 LOGITS = (
     "latent attention, fsdp, data, expert, rematerialized",
     "recurrent layers, fsdp, data, expert",

@@ -1,8 +1,8 @@
 """Runs the contract's cases under NVIDIA's compute-sanitizer; prints what its tools found, and fails if it is of jgg.
 
-Each tool runs in several processes side by side, after one pass without a tool that compiles what they run. What a tool
-says of a kernel of XLA or cuBLAS is counted apart, and so is what has the line of a kernel's `def`: it is of code that
-Triton adds to ours, such as the bytes by which a warp-specialized kernel's partitions are told what to run.
+Each tool runs in several processes side by side, after one pass without a tool that compiles what they run. Reports on
+kernels of XLA or cuBLAS are counted separately, and so are reports at the line of a kernel's `def`: they concern code
+that Triton adds to ours, such as the bytes that tell a warp-specialized kernel's partitions what to run.
 """
 
 import argparse
@@ -21,7 +21,7 @@ TOOLS = ("memcheck", "initcheck", "racecheck")
 # racecheck follows what a kernel does in shared memory alone, so that others' need not be watched
 OF_TOOL = {"racecheck": ["--kernel-name", "kns=_kernel"]}
 ENVIRONMENT = {
-    # each array an allocation of its own, so that nothing beside it is memory that may be read
+    # each array an allocation of its own, so that no memory next to it may be read
     "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
     "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
     "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",

@@ -89,7 +89,7 @@ def assert_matches(case: Case, data: Data, outputs, precision=None):
     """Compares y and the gradients with the oracle.
 
     Where the oracle has zero, NaN or Inf, so must they, exactly. Elsewhere the error, relative to the largest element,
-    is at most twice that of XLA's own dense product in the same dtype, plus 1e-5.
+    is at most twice the error of XLA's own dense product in the same dtype, plus 1e-5.
     """
     expected, fixed = _expected(case, data)
     own = None
@@ -234,7 +234,7 @@ def _plain_xla(precision, indices, members, dy, *arrays):
             precision=precision,
             preferred_element_type=jnp.float32,
         )
-        # that of a wider result is not rounded
+        # a wider result's cotangent is not rounded
         products = _round_cotangent(products, x.dtype if dy.dtype.itemsize == x.dtype.itemsize else jnp.float32)
         scales = weights.astype(jnp.float32).at[weight_rows].get(mode="fill", fill_value=0)
         scales = jnp.where(jnp.any(members, axis=0), scales, 0)

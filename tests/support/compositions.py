@@ -266,7 +266,7 @@ def plain_layer(layer, x, params, chosen):
 
     def product(x, name):
         w = params[f"w_{name}"]
-        if layer.low_rank:  # as in jgg, the weights beside a term are not trained
+        if layer.low_rank:  # as in jgg, a term freezes its weights
             w = jax.lax.stop_gradient(w) + 0.5 * jnp.einsum(
                 "ekr,ern->ekn", params[f"a_{name}"], params[f"b_of_{name}"], precision="highest"
             )

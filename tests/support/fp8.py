@@ -69,7 +69,7 @@ def _by_halves(pre, activation, tokens):
 
 
 def _activation(name, pre):
-    """hidden, float64, and the function from its gradient to that of pre."""
+    """hidden, float64, and the function from its gradient to pre's."""
     pre = np.asarray(pre).astype(np.float64)
     sigmoid = lambda x: 1 / (1 + np.exp(-x))  # noqa: E731
     if name == "ungated_relu_squared":

@@ -46,14 +46,14 @@ def dense_folder(family, folder, **changes):
 
 
 def with_fp8(source, folder, *, how=HOW, block=(128, 128), suffix="_scale_inv", dtype=np.float32, keep="^$"):
-    """A copy of a folder whose matrices are in FP8, but those of embeddings and routers.
+    """A copy of a folder whose matrices are in FP8, except those of embeddings and routers.
 
     Args:
       how: quantization_config.
       block: the rows and columns that share a scale.
-      suffix: added to the name of a tensor, it gives that of its scales.
+      suffix: what the name of a tensor's scales adds to the tensor's own.
       dtype: dtype of the scales.
-      keep: a pattern of the names of other tensors that stay as they are.
+      keep: a pattern for the names of other tensors that stay unchanged.
     """
     shutil.copytree(source, folder)
     config = json.loads((folder / "config.json").read_text())

@@ -24,10 +24,10 @@ _INT32 = st.one_of(st.integers(-2, 70), st.integers(MIN_INT, MAX_INT))
 
 def register_profiles():
     """Names the profiles and loads "quick"; "thorough" takes 10 times as many numbers, and others values each time."""
-    # compiling is slow, and the fixture that every test has stays as it is from one example to the next
+    # compiling is slow, and every test's fixture stays unchanged from one example to the next
     suppressed = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.function_scoped_fixture]
     common = {"deadline": None, "database": None, "suppress_health_check": suppressed}
-    only_once = [Phase.explicit, Phase.generate]  # the first failure is reported as it is
+    only_once = [Phase.explicit, Phase.generate]  # the first failure is reported without shrinking
     settings.register_profile("quick", derandomize=True, phases=only_once, **common)
     settings.register_profile("thorough", print_blob=True, **common)
     settings.load_profile("quick")
@@ -38,7 +38,7 @@ def _is_thorough():
 
 
 def examples(count):
-    """The number of examples of a test, of which the thorough profile takes more."""
+    """The number of examples of a test; the thorough profile takes more."""
     return settings(max_examples=3 * count if _is_thorough() else count)
 
 
@@ -127,7 +127,7 @@ def values(draw, case: Case, dtype, shared: Data | None = None, batched=ARRAYS, 
     What no row of a group reads is NaN in half of the cases.
 
     Args:
-      shared: whose arrays are taken, of which those that are not `batched` are the result's too.
+      shared: another result; arrays that are not `batched` are taken from it.
       garbage: sizes and indices of any int32; else sizes of at most M in all and indices that differ.
     """
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))

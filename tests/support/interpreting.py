@@ -1,4 +1,4 @@
-"""Makes Triton's interpreter quicker, of which the tests interpret thousands of launches."""
+"""Makes Triton's interpreter faster: the tests interpret thousands of launches."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""What layers take beside the products of `grouped_gemm`: the kernels' names, and cases that together lower all."""
+"""Kernels of layers other than the products of `grouped_gemm`: their names, and cases that together lower all."""
 
 import functools
 

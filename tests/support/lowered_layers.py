@@ -1,4 +1,4 @@
-"""Lowers what layers take beside the products of `grouped_gemm`, for a GPU that need not be here."""
+"""Lowers what layers use in addition to the products of `grouped_gemm`, for a GPU that need not be here."""
 
 import functools
 

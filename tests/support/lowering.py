@@ -1,4 +1,4 @@
-"""Lowers functions for a GPU that need not be here, that of `jgg.target`."""
+"""Lowers functions for the GPU of `jgg.target`, which need not be here."""
 
 import jax
 

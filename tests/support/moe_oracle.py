@@ -93,7 +93,7 @@ def expected(floats, chosen, dy, activation, interleaved, w_layout):
 
 
 def activate(pre, activation, interleaved):
-    """Hidden features, and the function from their gradient to that of pre, by central differences."""
+    """Hidden features, and the function from their gradient to pre's, by central differences."""
     function, is_gated = FUNCTIONS[activation], ACTIVATIONS[activation].is_gated
 
     def hidden_of(pre):

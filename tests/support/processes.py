@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def with_devices(count):
-    """The environment of a process with so many CPU devices, which compiles as quickly as this one."""
+    """The environment of a process with this many CPU devices, which compiles as quickly as this one."""
     flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={count}"
     return {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
 

@@ -103,7 +103,7 @@ def make(load, seed=0, features=FEATURES, hidden=HIDDEN):
 
 
 def make_terms(features=FEATURES, hidden=HIDDEN):
-    """The terms of low rank beside the weights that `make` returns, as NumPy."""
+    """The low-rank terms of the weights that `make` returns, as NumPy."""
     rng = np.random.default_rng(1)
     normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
     return {
@@ -223,7 +223,7 @@ def as_sent(floats, dy, sharding, recipe):
 
 
 def assert_fp8_case_is_right(name, mesh, recipe, terms=None):
-    """Compares y, every gradient and the overflow with the result of one device, of x and dy as they are sent."""
+    """Compares y, every gradient and the overflow with one device's result for x and dy in their sent form."""
     axes, options, load = CASES[name]
     sharding = MoESharding(mesh, **axes, **options)
     floats, chosen, dy = make(load, features=256, hidden=256)

@@ -31,7 +31,7 @@ def mesh_of(shape):
 
 
 def router_gradients(logits, split):
-    """The gradient of each router's weights, which are split as they are, or after padding to a multiple of 8."""
+    """The gradient of each router's weights, which are split directly or after padding to a multiple of 8."""
 
     def loss(logits, options, pads):
         weights = jgg.route(logits, TOPK, **options).topk_weights

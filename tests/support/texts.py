@@ -27,7 +27,7 @@ def folder_of(tmp_path, make=tokenizers.byte_level, template=None, **settings):
 
 
 def jsonl(folder, *rows, name="data.jsonl"):
-    """A file with rows, or with bytes as they are."""
+    """A file with rows, or with unchanged bytes."""
     path = folder / name
     path.write_bytes(rows[0] if rows and isinstance(rows[0], bytes) else "\n".join(map(json.dumps, rows)).encode())
     return path

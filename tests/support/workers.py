@@ -92,7 +92,7 @@ def share_programs() -> None:
     options = {
         "jax_compilation_cache_dir": os.path.abspath(os.environ["JGG_TEST_PROGRAMS"]),
         "jax_persistent_cache_min_compile_time_secs": 0,
-        # no line of a program's source beside each operation, which takes a tenth of the time of compiling
+        # no source line for each operation, which takes a tenth of the time of compiling
         "jax_traceback_in_locations_limit": 0,
     }
     for name, value in options.items():
@@ -123,9 +123,9 @@ def _instructions():
 
 
 def remove_oldest(folder: Path, most: int = MOST_PROGRAMS) -> None:
-    """Leaves the files below the folder that were read last, as far as they fit into so many bytes.
+    """Keeps the most recently read files below the folder, up to `most` bytes, and removes the rest.
 
-    A file system that does not note when files are read leaves those that were written last.
+    On a file system that does not record when files are read, the most recently written files stay.
     """
     files = []
     for path in folder.rglob("*"):

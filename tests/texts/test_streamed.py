@@ -1,4 +1,4 @@
-"""Text that comes in chunks of any size is that of all tokens at once, by all kinds of tokenizers."""
+"""Text that comes in chunks of any size equals the text of all tokens at once, for all kinds of tokenizers."""
 
 import functools
 

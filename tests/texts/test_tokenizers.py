@@ -12,7 +12,7 @@ from tests.support.texts import LOOP, WHOLE, examples, folder_of
 
 
 def halves(folder, *rows):
-    """Of each example, the pieces before what is learned, and those that are learned."""
+    """For each example, the pieces before the learned ones, and the learned pieces."""
     found = []
     for pieces, learned in examples(folder, *rows):
         first = learned.index(True)
@@ -21,7 +21,7 @@ def halves(folder, *rows):
     return found
 
 
-# the rows; for each kind of tokenizer their pieces, those that are learned after the bar
+# the rows; for each kind of tokenizer their pieces, the learned ones after the bar
 ROWS = [
     {"prompt": "one:", "completion": " two"},
     {"prompt": "one: ", "completion": "two"},

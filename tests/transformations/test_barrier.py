@@ -60,7 +60,7 @@ def test_derivatives():
 
 
 def test_explicit_axes_and_shard_map():
-    """The types of the values stay as they are."""
+    """The types of the values stay unchanged."""
     mesh = jax.make_mesh((1,), ("a",))
     with jax.set_mesh(mesh):
         x = jax.device_put(X, jax.P("a"))

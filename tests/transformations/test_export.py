@@ -20,7 +20,7 @@ from tests.support.transforms import ORDER, WITH_EVERYTHING, expected_outputs, p
 TOKENS, FEATURES, HIDDEN, EXPERTS, TOPK = 24, 16, 32, 4, 2
 KERNEL_CALL = "triton_kernel_call_ffi"
 ON = [
-    pytest.param(("cpu", "cuda"), id="cpu"),  # of which the program for CUDA is only looked at
+    pytest.param(("cpu", "cuda"), id="cpu"),  # the program for CUDA is only inspected
     pytest.param(("cuda",), id="cuda", marks=pytest.mark.gpu),
 ]
 

@@ -26,7 +26,7 @@ def expected_gradients(case, data, dy):
 @pytest.mark.parametrize("permute_x", [False, True])
 @pytest.mark.parametrize("dtype", ["float16", pytest.param("bfloat16", marks=pytest.mark.sweep)])
 def test_gradient_of_a_wider_result(dtype, permute_x, implementation):
-    """No further from float64 than that of `jax.lax.ragged_dot`, for values that the operands' dtype lacks too."""
+    """No further from float64 than `jax.lax.ragged_dot`'s, also for values that the operands' dtype lacks."""
     if (dtype, implementation) == ("bfloat16", "interpret"):
         return  # it does not take them
     case = Case("wider", (33, 0, 50, 7), num_rows=96, in_features=40, out_features=72, out_dtype="float32")

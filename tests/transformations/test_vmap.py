@@ -134,7 +134,7 @@ def test_without_tokens(shape, function):
 
 @on(INTERPRET, PLAIN_JAX, None)
 def test_layers_that_drop_tokens(implementation):
-    """Each element with its own weights and choices, of which some are of no expert."""
+    """Each element with its own weights and choices, some of which name no expert."""
     runs = [moe_oracle.make(seed=seed, tokens=24, features=8, hidden=8, experts=3) for seed in range(2)]
     for seed, (_, chosen, _) in enumerate(runs):
         chosen[seed::2] = 3  # no such expert
@@ -155,7 +155,7 @@ def test_layers_that_drop_tokens(implementation):
 @KERNELS
 @pytest.mark.parametrize("batched", ["everything", "rows-and-routing"])
 def test_bad_indices_stay_in_their_element(batched, implementation):
-    """A position past an element's rows is that of the next one's first."""
+    """A position past an element's rows is the next element's first."""
     batch = batch_of(WITH_EVERYTHING, 2)
     batch["gather_indices"] = batch["gather_indices"].at[0, :4].set(jnp.array([12, -1, -(2**31), 13], jnp.int32))
     axes = [0 if name in BATCHED[batched] else None for name in ORDER]
