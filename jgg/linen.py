@@ -16,7 +16,7 @@ from jgg.linear.fp8 import Fp8
 
 
 class MoE(nn.Module, LayerOptions):
-    """A mixture-of-experts layer, dropless: `jgg.nnx.MoE` for Linen, with the same parameters and numbers.
+    """A dropless mixture-of-experts layer: `jgg.nnx.MoE` for Linen, with the same parameters and results.
 
     A selection bias is the variable "selection_bias" of the collection "router". Initializers may be wrapped in
     `nn.with_partitioning`.
@@ -121,7 +121,7 @@ class MoE(nn.Module, LayerOptions):
         return y
 
     def _packed(self, name: str, shape: tuple[int, ...]) -> QuantizedArray | None:
-        """The parameter of this name if it is in MXFP4: Flax compares shapes, and its bytes have another."""
+        """The parameter of this name if it is in MXFP4, whose bytes do not have the shape that Flax checks for."""
         value = nn.unbox(self.get_variable("params", name))
         if not isinstance(value, QuantizedArray):
             return None

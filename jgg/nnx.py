@@ -51,7 +51,7 @@ def sow(module: nnx.Module, values: Mapping[str, object]) -> None:
 
 
 class _SignatureOfInit:
-    """What `inspect.signature` finds on a class, since the metaclass of NNX hides the signature of `__init__`."""
+    """Gives a class the signature that `inspect.signature` finds; NNX's metaclass hides the one of `__init__`."""
 
     def __get__(self, instance: object, owner: type) -> inspect.Signature:
         if instance is not None:
@@ -295,7 +295,7 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | Quanti
 
 
 def _check_kind(name: str, array: Any, value: Any) -> None:
-    """Raises unless an array can replace a layer's value; a QuantizedArray can replace any matrix."""
+    """Raises if an array cannot replace a layer's value; a QuantizedArray can replace any matrix."""
     if isinstance(value, QuantizedArray):
         check_instance(name, array, QuantizedArray, "a QuantizedArray, as the layer's is")
     elif not (name.startswith("w_") and isinstance(array, QuantizedArray)):

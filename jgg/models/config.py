@@ -1,4 +1,4 @@
-"""`ModelConfig`, all that a decoder is built from, and how one is read from config.json."""
+"""`ModelConfig`, everything a decoder is built from, and how to read one from config.json."""
 
 import dataclasses
 import functools
@@ -30,8 +30,8 @@ class ModelConfig:
       vocabulary: V, number of tokens.
       features: H, features between layers.
       num_layers: number of layers, the dense ones included.
-      num_further_layers: how many more layers a folder may have. They predict further tokens and are not read.
-      mixers: for each layer, what mixes the tokens of a sequence: the options of attention, or of another kind.
+      num_further_layers: how many more layers a folder may have; these predict further tokens and are not read.
+      mixers: for each layer, the options of its mixer, attention or another kind, which mixes a sequence's tokens.
       is_dense: for each layer, whether it has an MLP instead of experts.
       dense_features: hidden features of these MLPs, and of MLPs alongside experts.
       dense_activation: their activation, a name in `jgg.moe_mlp`.
@@ -40,7 +40,8 @@ class ModelConfig:
       norm_offset: what is added to the scales of RMS norms. It is 1 where scales are stored around zero; new scales are
         then zero.
       is_tied: whether the embedding is also the matrix of the logits.
-      embedding_scale, residual_scale, logits_scale: factors of the embedding, of what a layer adds, and of the logits.
+      embedding_scale, residual_scale, logits_scale: factors of the embedding, of each layer's additions to the residual
+        stream, and of the logits.
       logits_softcap: bound on the magnitude of the logits, applied with tanh; None for no bound.
       init_scale: standard deviation of new matrices.
       left_out: the tensors and files in the loaded folder that the model does not have and `jgg.models.save` copies;
@@ -94,7 +95,7 @@ class ModelConfig:
         return jax.nn.initializers.constant(1 - self.norm_offset)
 
     def norm_scale(self, stored: jax.Array) -> jax.Array:
-        """The factor of each feature after an RMS norm, of its stored scale."""
+        """The factor that an RMS norm multiplies each feature by, from its stored scale."""
         return stored.astype(jnp.float32) + self.norm_offset if self.norm_offset else stored
 
     @property
@@ -133,8 +134,8 @@ def model_config(config: Mapping[str, object]) -> ModelConfig:
       config: content of config.json, as `jgg.hf.read_config` returns it.
 
     Raises:
-      ValueError: the family is none of those that `jgg.models` has; or the config has a key that `jgg.models` does not
-        know, or a value that no model of it can have. The message names the key.
+      ValueError: `jgg.models` does not have the family; or the config has a key that `jgg.models` does not know, or a
+        value that none of its models can have. The message names the key.
       TypeError: config is not a mapping, or a value has the wrong type.
     """
     check_instance("config", config, Mapping, "a mapping, as jgg.hf.read_config returns it")

@@ -145,8 +145,8 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Returns the logits of each next token, float32 [B, S, V], for tokens, integer [B, S] from 0 to V - 1.
 
-        Other ids raise ValueError where their values are known. A traced program has none to check: there, the logits
-        of such a token and of those that attend to it are NaN, and those of others in its row may be.
+        Other ids raise ValueError where their values are known. Inside a traced program they are not: there, the logits
+        of such a token, and of tokens that attend to it, are NaN, and the logits of other tokens in its row may be.
 
         With a sharding, B must be a multiple of the number of devices that split sequences.
 
@@ -160,19 +160,19 @@ class Decoder(nnx.Module):
         - "topk_indices", int32 [L, B, S, k]: the experts that each token went to, -1 where it does not count.
 
         Args:
-          segments: integer [B, S], the sequence that each token is of, where a row has several, one after the other:
-            tokens with the same number side by side are one sequence. Each gives the logits that it gives alone.
+          segments: integer [B, S], for rows that hold several sequences one after the other: adjacent tokens with the
+            same number form one sequence. Each sequence gets the logits that it gets alone.
           topk_indices: integer [L, B, S, k], the experts of each token in each of the L layers that have experts, such
-            as a former call sowed; -1 leaves a choice to the router. As in `jgg.route`, weights are still the router's.
-            What is no expert, and an expert twice for a token that counts, raise ValueError where their values are
-            known. A traced program has none to check: there, a choice that is no expert adds nothing, and an expert
-            given twice counts twice.
+            as an earlier call sowed; -1 leaves a choice to the router. As in `jgg.route`, weights are still the
+            router's. An index that is no expert, or an expert given twice for a token that counts, raises ValueError
+            where the values are known. Inside a traced program they are not: there, a choice that is no expert adds
+            nothing, and an expert given twice counts twice.
           mask: bool or number [B, S], False or 0 for tokens that do not count, such as padding; by default all count.
-            Tokens that do not count go to no expert and cost no expert's time, and count in no router's loss. Attention
-            sees them as all others, so they must come after those that count, or be of segments of their own: their
-            own logits, and those of tokens that attend to them, depend on the mask.
-          adapters: whether the model has its LoRA adapters; False computes the model that they were added to, such as
-            the reference of a KL divergence.
+            Tokens that do not count go to no expert, cost no expert's time and count in no router's loss. Attention
+            sees them like all others, so they must come after the tokens that count or be in segments of their own:
+            their logits, and the logits of tokens that attend to them, depend on the mask.
+          adapters: whether to use the model's LoRA adapters; False computes the model without them, such as the
+            reference of a KL divergence.
         """
         tokens = as_tokens("tokens", tokens, self.config.vocabulary)
         return self.logits(self._features(tokens, segments, topk_indices, mask, adapters))
@@ -189,8 +189,8 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Returns the loss of each target, the negative logarithm of its probability, float32 [B, S].
 
-        The same as the cross entropy of `model(tokens, segments)` and the targets, but the full logits never exist at
-        once, and the backward pass recomputes them: with a vocabulary of 151,936, the logits of 8,192 tokens take 5 GB,
+        Equals the cross entropy of `model(tokens, segments)` and the targets, but the full logits never exist at once,
+        and the backward pass recomputes them. With a vocabulary of 151,936, the logits of 8,192 tokens would take 5 GB,
         and their gradient as much again. `loss` is the mean, and faster to differentiate. Sows what a call sows.
 
         Args:
@@ -216,7 +216,7 @@ class Decoder(nnx.Module):
     ) -> jax.Array:
         """Returns the sum of the losses of the targets, each times its weight, float32 []; by default their mean.
 
-        The same as `(weights * losses).sum()` with `losses`, but faster to differentiate: the forward pass computes the
+        Equals `(weights * losses).sum()` with `losses`, but is faster to differentiate: the forward pass computes the
         gradients along with the losses, so the logits are computed only once. Sows what a call sows.
 
         Args:
@@ -331,12 +331,12 @@ class Decoder(nnx.Module):
         adapters: bool = True,
         measures: bool = False,
     ) -> tuple[jax.Array, Caches | None]:
-        """The last layer's normalized features [B, S, H] of tokens [B, S], and the caches with what tokens add to them.
+        """Returns the last layer's normalized features [B, S, H] for tokens [B, S], and the updated caches.
 
         Args:
-          caches: those of `empty_caches`, or of the call for the tokens before; None to keep nothing.
+          caches: from `empty_caches`, or from the call for the preceding tokens; None to keep nothing.
           positions, segments, mask, lengths, start, adapters, measures: as in `Place`.
-          topk_indices: integer [L, B, S, k], those of `Place` for each of the layers that have experts.
+          topk_indices: integer [L, B, S, k], as in `Place` for each of the layers that have experts.
         """
         config, sharding = self.config, self.options.sharding
         check_batch(tokens, sharding)
@@ -368,7 +368,7 @@ class Decoder(nnx.Module):
         return x, None if after is None else tuple(after.values())
 
     def put_forms(self) -> None:
-        """Makes ready for forward passes alone: see `fp8_forms.put_forms`."""
+        """Prepares the model for forward passes only: see `fp8_forms.put_forms`."""
         for plan in self.config.plan:
             put_forms(getattr(self, plan.name), self.options)
 

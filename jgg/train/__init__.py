@@ -1,4 +1,4 @@
-"""Trains models of Flax NNX: one loop, with checkpoints, metrics and a meter of speed, for any loss."""
+"""Trains Flax NNX models: one loop for any loss, with checkpoints, metrics and speed measurements."""
 
 from jgg.train.checkpoints import TrainingError
 from jgg.train.compiling import compiler_options

@@ -1,4 +1,4 @@
-"""Saves the state of training by Orbax, in the background, and restores the last one if it is whole."""
+"""Saves the training state with Orbax, in the background, and restores the last complete one."""
 
 import contextlib
 import errno
@@ -37,7 +37,7 @@ class TrainingError(RuntimeError):
 
 
 class FrozenWeights:
-    """The weights that a model came with and that are not trained: checkpoints have their digests instead of them.
+    """The frozen weights that a model came with; checkpoints store only their digests.
 
     Weights that are set later are saved like everything else.
     """
@@ -55,9 +55,9 @@ class FrozenWeights:
 
 @contextlib.contextmanager
 def opened(folder: str | os.PathLike[str] | None) -> Iterator[ocp.CheckpointManager | None]:
-    """Orbax's manager of a folder, which keeps the last two checkpoints; None without a folder.
+    """Yields Orbax's manager of a folder, which keeps the last two checkpoints; None without a folder.
 
-    No other run can use the folder meanwhile. On leaving it waits until everything is written.
+    No other run can use the folder meanwhile. On exit it waits until everything is written.
 
     Raises:
       ValueError: the path is no folder.
@@ -83,9 +83,9 @@ def opened(folder: str | os.PathLike[str] | None) -> Iterator[ocp.CheckpointMana
 
 
 def save(manager: ocp.CheckpointManager, step: int, arrays: Arrays, weights: FrozenWeights) -> None:
-    """Starts writing a checkpoint of arrays; for frozen weights it has only digests.
+    """Starts writing a checkpoint of arrays, with only digests of frozen weights.
 
-    Raises: TrainingError: it, or the one before it, cannot be written.
+    Raises: TrainingError: this checkpoint or the previous one cannot be written.
     """
     frozen = weights.digests_in(arrays)
     saved = {name: _plain(array) for name, array in arrays.items() if name not in frozen}
@@ -121,7 +121,7 @@ def restored(manager: ocp.CheckpointManager, step: int, arrays: Arrays) -> dict[
 
     Args:
       manager: of a folder with a checkpoint of this step.
-      arrays: all of the model and of the optimizer; these may be described alone, by `jax.ShapeDtypeStruct`.
+      arrays: all arrays of the model and the optimizer; `jax.ShapeDtypeStruct` descriptions are enough.
 
     Raises: TrainingError: the checkpoint is damaged or belongs to another model; the message says how to resume
       from the previous one, if there is one.
@@ -150,7 +150,7 @@ def restored(manager: ocp.CheckpointManager, step: int, arrays: Arrays) -> dict[
 
 
 def _names_in(there: Collection[str], here: Collection[str]) -> dict[str, str]:
-    """The name of each array in a checkpoint; in an earlier one, dots of keys are dots."""
+    """The name of each array in a checkpoint; earlier versions did not escape dots in keys."""
     before = {name: unescaped(name) for name in here}
     counts = Counter(before.values())
     return {
@@ -179,7 +179,7 @@ def _read(manager: ocp.CheckpointManager, step: int, arrays: Arrays) -> dict[str
 
 
 def _plain(array: jax.Array) -> jax.Array:
-    """An array, or what describes one, as files can hold it: of random keys their numbers, others as bytes."""
+    """An array or its description in a form that files can hold: random keys as their numbers, others as bytes."""
     if is_key(array):
         return jax.random.key_data(array)
     if array.dtype.name not in _AS_BYTES:

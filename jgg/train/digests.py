@@ -1,4 +1,4 @@
-"""Digests of arrays, computed where they are, which tell whether an array is the one that was saved."""
+"""Digests of arrays, computed on their devices, which tell whether an array is the one that was saved."""
 
 import functools
 import math
@@ -12,10 +12,10 @@ from jgg.train.state import everywhere
 
 
 def digests_of(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
-    """A number of 32 bits for each array, computed from its bits in order, however devices split it.
+    """A 32-bit number for each array, computed from its bits in order, however devices split it.
 
-    It tells apart any two arrays of one shape and dtype that differ in one number, and others but for one in 2**32. No
-    bytes leave the devices.
+    Two arrays of the same shape and dtype that differ in one number always get different digests; others get the same
+    one with a chance of 1 in 2**32. No bytes leave the devices.
     """
     if not arrays:
         return {}
@@ -29,7 +29,7 @@ def _program(place: jax.sharding.Sharding | None) -> "jax.stages.Wrapped":
 
 
 def _digest(array: jax.Array) -> jax.Array:
-    """The sum of all words, each mixed with its place: a function of a word that is one to one."""
+    """The sum of all words, each mixed with its position by a one-to-one function."""
     words = _words_of(array)
     place = jnp.zeros(words.shape, jnp.uint32)
     for axis, _ in enumerate(words.shape):
@@ -42,7 +42,7 @@ def _digest(array: jax.Array) -> jax.Array:
 
 
 def _words_of(array: jax.Array) -> jax.Array:
-    """The bits of an array as uint32, those of shorter numbers in a word each."""
+    """The bits of an array as uint32; shorter numbers take a word each."""
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
         return _words_of(jnp.stack([jnp.real(array), jnp.imag(array)]))
     if array.dtype == jnp.bool_:

@@ -1,4 +1,4 @@
-"""Keeps a folder for one run, with a lock of the system that ends with the process that holds it."""
+"""Reserves a folder for one run, with a system lock that ends with the process that holds it."""
 
 import contextlib
 import os
@@ -21,11 +21,11 @@ _OWN = "process "  # that jgg's begins with
 
 @contextlib.contextmanager
 def folder_lock(folder: Path) -> Iterator[str | None]:
-    """Holds a folder for this run; yields why it cannot, such as "process 7 on a since noon uses it", or None.
+    """Locks a folder for this run; yields None, or why it cannot, such as "process 7 on a since noon uses it".
 
     The lock is on the open file .lock in the folder, so it ends with the process, however the process ends. If several
     processes are connected, the first one holds it. Where files cannot be locked, as on some network file systems, it
-    warns once and goes on without a lock. A .lock that is a link or has other content is left unchanged.
+    warns once and continues without a lock. A .lock that is a link or has other content is left unchanged.
     """
     with contextlib.ExitStack() as stack:
         other = None
@@ -38,7 +38,7 @@ def folder_lock(folder: Path) -> Iterator[str | None]:
 
 
 def _taken(path: Path, stack: contextlib.ExitStack) -> str | None:
-    """Locks a file until the stack is left; returns why it cannot, with what its holder wrote into it."""
+    """Locks a file until the stack exits; if it cannot, returns why, with what the holder wrote into the file."""
     try:
         import fcntl  # not everywhere
 
@@ -64,7 +64,7 @@ def _taken(path: Path, stack: contextlib.ExitStack) -> str | None:
 
 
 def _close_in_children(file: TextIO) -> None:
-    """Closes a file in processes that are forked, or those that outlive this one would hold its lock."""
+    """Closes a file in forked processes; otherwise a child that outlives this process would hold its lock."""
     own = weakref.ref(file)
 
     def close() -> None:

@@ -23,8 +23,8 @@ class Log:
             for record in trainer.fit(batch_of, steps):
                 log.write(record.step, {"loss": record.metrics["loss"].mean()})
 
-    A run that resumes from a checkpoint continues the file. It first removes the lines of its first step and of all
-    later steps, which an earlier run may have written. So a new run replaces the whole file. An existing file that is
+    A run that resumes from a checkpoint continues the file, after removing the lines of its first step and all later
+    steps, which an earlier run may have written. A new run therefore replaces the whole file. An existing file that is
     not a log, such as data, is left unchanged.
 
     Args:
@@ -78,7 +78,7 @@ class Log:
             write(step, known)
 
     def close(self) -> None:
-        """Writes out what trackers hold back."""
+        """Flushes the trackers."""
         for _, close in self._trackers or ():
             close()
         self._trackers = None
@@ -110,8 +110,8 @@ class Log:
 def check_log(path: Path) -> None:
     """Raises FileExistsError, or another OSError, if a path exists and is not a log.
 
-    Each line of a log has a step and numbers. Lines may be cut off, as where a process was killed while it wrote, but
-    not all of them.
+    Each line of a log has a step and numbers. Some lines may be cut off, for example where a process was killed while
+    writing, but not all of them.
     """
     if not path.exists():
         return
@@ -145,7 +145,7 @@ def _imported(package: str, tracker: str) -> ModuleType:
 
 
 def _step_of(line: str) -> int | None:
-    """The step of a line; None if the line is damaged, as where a process was killed while it wrote."""
+    """The step of a line; None if the line is damaged, for example because a process was killed while writing it."""
     try:
         return int(json.loads(line)["step"]) if line.endswith("\n") else None
     except (ValueError, KeyError, TypeError):

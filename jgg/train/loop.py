@@ -1,4 +1,4 @@
-"""`Trainer`: the loop of training, for any model of Flax NNX, loss, optimizer of optax and batches."""
+"""`Trainer`: the training loop, for any Flax NNX model, loss, optax optimizer and batches."""
 
 import os
 from collections.abc import Callable, Collection, Iterator
@@ -73,18 +73,18 @@ class Trainer[Model: nnx.Module, Metrics]:
 
     Args:
       model: the module.
-      optimizer: the optimizer of optax.
+      optimizer: the optax optimizer.
       loss: loss(model, batch) -> (loss, metrics), the loss float32 [] and a pytree of arrays to measure.
-      wrt: type of the variables that are trained, such as `nnx.LoRAParam` for adapters alone.
-      accumulate: whether the arrays of a batch have an extra first axis, of parts. The parts are computed one after the
-        other, which takes less memory, and the step's loss, gradient and metrics are the means over them.
+      wrt: type of the trained variables, such as `nnx.LoRAParam` to train only adapters.
+      accumulate: whether the arrays of a batch have an extra first axis of parts. The parts are computed one after the
+        other, which takes less memory, and the step's loss, gradient and metrics are means over the parts.
       lengths_of: lengths_of(batch) -> integer array, the lengths of the sequences in a batch, for measuring the
         speed. Without it, a Speed has only the time.
       batch_sharding: how devices split each array of a batch. Batches must then be whole NumPy arrays, the same in all
         processes, and each device gets its part. By default batches are used unchanged.
 
     Attributes:
-      model: the module that was given, with what it has learned so far. Set it to train another one.
+      model: the given module, with what it has learned so far. Set it to train another one.
 
     Raises: ValueError: the model has no variable of type `wrt`.
     """
@@ -150,8 +150,8 @@ class Trainer[Model: nnx.Module, Metrics]:
         SIGTERM that came before this call.
 
         Args:
-          batch_of: batch_of(step) -> the batch of a step, from 1 on. All batches have the same shapes, and each step
-            asks once. The batch depends only on the step, as with `dataset.__getitem__` of a `grain.MapDataset`, or
+          batch_of: batch_of(step) -> the batch of a step, counted from 1; called once per step. All batches have the
+            same shapes. The batch depends only on the step, as with `dataset.__getitem__` of a `grain.MapDataset`, or
             also on what was learned before it. The speed does not include the time for the first batch, compiling a
             step or saving.
           steps: number of the last step; steps that the last checkpoint covers are not repeated.
@@ -219,7 +219,7 @@ class Trainer[Model: nnx.Module, Metrics]:
                     raise Preempted(step)
 
     def _resume(self, manager: ocp.CheckpointManager | None) -> int:
-        """The step from which training goes on: after the last checkpoint, which is restored unless this wrote it."""
+        """The step to continue from, after the last checkpoint; restores it unless this Trainer wrote it."""
         if manager is None:
             return 0
         latest = manager.latest_step()
@@ -263,7 +263,7 @@ class Trainer[Model: nnx.Module, Metrics]:
         return measured
 
     def _prepared(self, batch: Batch) -> tuple[State, State]:
-        """The variables that a step replaces, of arrays that it may take, and those that it reads."""
+        """The variables that a step replaces, whose arrays it may reuse, and the variables that it reads."""
         graphdef, state, frozen = self._split()
         form = graphdef, form_of((state, frozen))
         if form != self._form:
@@ -311,14 +311,14 @@ class Trainer[Model: nnx.Module, Metrics]:
                 raise TrainingError(f"{what}, so nothing more is written{kept}")
 
     def _next(self, batch_of: Callable[[int], Batch], step: int) -> tuple[Batch, np.ndarray]:
-        """The batch of a step, on the devices if a sharding says how, and the lengths of its sequences."""
+        """The batch of a step, on the devices if there is a sharding, and the lengths of its sequences."""
         batch, sharding = batch_of(step), self._batch_sharding
         lengths = self._lengths_of(batch)
         return batch if sharding is None else on_devices(batch, sharding), lengths
 
 
 def on_devices[Batch](batch: Batch, sharding: jax.sharding.Sharding) -> Batch:
-    """The arrays of a batch that each process has whole, split over the devices of all processes."""
+    """Splits a batch's arrays, which each process has whole, over the devices of all processes."""
     return jax.tree.map(lambda a: jax.make_array_from_callback(a.shape, sharding, a.__getitem__), batch)
 
 
@@ -332,6 +332,6 @@ def _types_of(params: State) -> dict[str, str]:
 
 
 def num_gathering(model: nnx.Module) -> int:
-    """The largest number of devices from which layers of the model gather weights; 1 if none does."""
+    """The largest number of devices that a layer of the model gathers weights from; 1 if none does."""
     found = (getattr(module, "sharding", None) for _, module in nnx.iter_modules(model))
     return max((each.size(each.gather_axis) for each in found if isinstance(each, MoESharding)), default=1)

@@ -1,4 +1,4 @@
-"""The loss of a language model on batches of texts, in training and held out."""
+"""The loss of a language model on batches of texts, for training and for held-out data."""
 
 import functools
 import math
@@ -38,8 +38,8 @@ def next_token_loss(
     """Returns a loss for `Trainer`, for batches with "tokens", "targets", "segments" and "weights", each [B, S].
 
     Args:
-      packed: whether a sequence may contain several examples, told apart by "segments", int32, 0 for padding at
-        the end. With one example each, attention is causal: it never sees what follows an example.
+      packed: whether a sequence may contain several examples, told apart by "segments", int32, 0 for padding at the
+        end. With one example per sequence, causal attention never sees the padding that follows it.
       balance_weight: the weight of the routers' balancing loss, the mean over layers.
 
     Returns:
@@ -75,7 +75,7 @@ def held_out_loss(
     `math.exp` of it is the perplexity.
 
     Args:
-      model: the model. A program that measures it again, with batches of the same shapes, compiles nothing.
+      model: the model. Measuring it again with batches of the same shapes compiles nothing.
       batches: as `next_token_loss` takes them, of NumPy arrays that each process has whole; they may have further first
         axes, such as an axis of parts. The weights of different batches must be comparable, as those of
         `jgg.data.batches(..., seed=None, normalize=False)` are.
@@ -98,7 +98,7 @@ def held_out_loss(
 
 
 def perplexity_of(loss: float) -> float:
-    """exp(loss), or a number near the largest float where that is larger."""
+    """exp(loss), or a number near the largest float if exp(loss) would exceed it."""
     return math.exp(min(loss, 700.0))
 
 

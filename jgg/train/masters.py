@@ -15,7 +15,7 @@ class MastersState(NamedTuple):
 
     Attributes:
       masters: float32 arrays for the 16-bit parameters, `optax.MaskedNode()` for the others.
-      inner: the state of the optimizer within.
+      inner: the state of the wrapped optimizer.
     """
 
     masters: optax.Params
@@ -92,7 +92,7 @@ def _in_float32(array: jax.Array) -> jax.Array:
 
 
 def _trained(param: jax.Array, master: jax.Array) -> jax.Array:
-    """What the optimizer within trains: the master, but the parameter's numbers that are not the master's, rounded."""
+    """What the wrapped optimizer trains: the master, or the parameter's own number where the two no longer agree."""
     if not _is_short(param):
         return param
     wide = param.astype(jnp.float32)
@@ -101,7 +101,7 @@ def _trained(param: jax.Array, master: jax.Array) -> jax.Array:
 
 
 def _step_to(param: jax.Array, master: jax.Array, step: jax.Array) -> jax.Array:
-    """What must be added to a parameter so that it becomes its master, rounded; `step` where it has none."""
+    """What must be added to a parameter to make it its rounded master; `step` for parameters without a master."""
     return _rounded(master, param.dtype) - param.astype(jnp.float32) if _is_short(param) else step
 
 

@@ -20,13 +20,13 @@ class Speed(NamedTuple):
     """The speed of some steps; `str` writes it in words.
 
     Attributes:
-      tokens: number of tokens in the sequences of these steps.
+      tokens: number of tokens in these steps' sequences.
       seconds: time that the steps took.
       mfu: model FLOPs utilization, the FLOPs that the model needs as a fraction of the devices' bfloat16 peak; None if
         the peak is unknown. Each token counts, per parameter of a matrix that acts on it (top-k of the experts), 2
         FLOPs for the forward pass, 2 for the gradient of x and, if the matrix is trained, 2 for the matrix's gradient.
-        Attention counts 12 per feature of the heads and token attended to. Recomputation by rematerialization does not
-        count (Chowdhery et al., PaLM, 2022, appendix B).
+        Attention counts 12 per feature of the heads and per token attended to. Rematerialization does not count
+        (Chowdhery et al., PaLM, 2022, appendix B).
       peak_memory: most bytes in use on the first device since the process began; None if unknown.
     """
 
@@ -65,7 +65,7 @@ class Meter:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out the time of what is done within."""
+        """Leaves out the time spent in the context."""
         begin = time.perf_counter()
         yield
         self.start += time.perf_counter() - begin
@@ -88,7 +88,7 @@ class Meter:
 
 
 def _flops_per_token(model: Decoder, wrt: type[nnx.Variable[jax.Array]]) -> float:
-    """FLOPs of all products for a token, without attention."""
+    """FLOPs of all products for one token, excluding attention."""
 
     def flops(matrix: nnx.Variable[jax.Array]) -> float:
         """FLOPs for each parameter."""

@@ -32,8 +32,9 @@ def stop_notices(is_resumable: bool) -> Iterator[Callable[[int], bool]]:
 
     Where JAX has connected several processes, it notices SIGTERM in any of them, and they agree on the step. In a
     single process, this context replaces an earlier SIGTERM handler and restores it at the end. A signal that does not
-    end in Preempted then goes to that handler; only after the last step does it not end the process. SIGTERM keeps its
-    meaning where it is ignored, in threads other than the main one, and for runs that are not resumable.
+    end in Preempted then goes to that handler. The default handler ends the process, except that after the last step
+    the signal does not reach it. SIGTERM keeps its meaning where it is ignored, in threads other than the main one, and
+    for runs that are not resumable.
     """
     if is_resumable and jax.distributed.is_initialized():
         yield ocp.utils.reached_preemption
@@ -55,7 +56,7 @@ def stop_notices(is_resumable: bool) -> Iterator[Callable[[int], bool]]:
 
 
 class _Notice:
-    """A handler of SIGTERM, which remembers the signal; after its end the signal goes to the handler before it."""
+    """A SIGTERM handler that remembers the signal, and at its end passes it to the previous handler."""
 
     def __init__(self) -> None:
         self.is_given = self._is_over = False

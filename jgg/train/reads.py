@@ -1,6 +1,7 @@
 """Lets all reads of a checkpoint finish if one of them fails.
 
-Orbax closes its event loop then. TensorStore tells the loop of each later read, and for each a traceback is written.
+Otherwise Orbax closes its event loop at once, TensorStore reports each later read to the closed loop, and every report
+prints a traceback.
 """
 
 import asyncio
@@ -13,7 +14,7 @@ _LONGEST = 60.0  # seconds
 
 @contextlib.contextmanager
 def ended_reads() -> Iterator[None]:
-    """Within it, event loops that Orbax makes wait for their tasks before they close after an error."""
+    """Makes Orbax's event loops wait for their tasks before they close after an error."""
     own = asyncio.new_event_loop
     asyncio.new_event_loop = _Loop
     try:
@@ -24,7 +25,7 @@ def ended_reads() -> Iterator[None]:
 
 class _Loop(asyncio.SelectorEventLoop):
     def close(self) -> None:
-        """Waits, unless the user interrupted what ran."""
+        """Waits for the tasks, unless the user interrupted the program."""
         tasks = set() if self.is_closed() else asyncio.all_tasks(self)
         if tasks and isinstance(sys.exception(), Exception):
             with contextlib.suppress(RuntimeError):  # within another loop

@@ -1,4 +1,4 @@
-"""Notes the options of a run in a TOML file, and finds those that changed when it goes on."""
+"""Records a run's options in a TOML file, and finds which of them changed when the run resumes."""
 
 import json
 import tomllib
@@ -22,7 +22,7 @@ def note_run(path: Path, options: Mapping[str, object], noted: Mapping[str, obje
 def changes(
     path: Path, options: Mapping[str, object], noted: Mapping[str, object], free: Collection[str] = ()
 ) -> list[str]:
-    """What differs from the run that `path` notes, each as "NAME is VALUE, was VALUE"; options in `free` may differ.
+    """What differs from the run recorded in `path`, each as "NAME is VALUE, was VALUE"; options in `free` may differ.
 
     Raises: ValueError: the file is not TOML.
     """
@@ -34,7 +34,7 @@ def check_notes(path: Path, *names: str) -> None:
     """Raises FileExistsError or ValueError if a path exists and does not hold the notes of a run.
 
     Args:
-      names: the names of the further values that each run notes.
+      names: the names of the further values that each run records.
 
     Raises: ValueError: it is not TOML. OSError: it cannot be read.
     """
@@ -43,7 +43,7 @@ def check_notes(path: Path, *names: str) -> None:
 
 
 def noted_in(path: Path) -> dict[str, object]:
-    """The further values that a file notes of a run.
+    """The further values that a file records about a run.
 
     Raises: ValueError: the file is not TOML.
     """
@@ -67,7 +67,7 @@ def _changes(before: Mapping[str, object], now: Mapping[str, object], free: Coll
 
 
 def _plain(values: Mapping[str, object]) -> dict[str, object]:
-    """The values as a file gives them back."""
+    """The values as they read back from a file."""
     return tomllib.loads("".join(f"{name} = {_toml(value)}\n" for name, value in values.items() if value is not None))
 
 

@@ -1,4 +1,4 @@
-"""The state of a model in training: its variables, where they are placed, and whose arrays a step may take."""
+"""The state of a model in training: its variables, their placement, and which arrays a step may reuse."""
 
 import functools
 import gc
@@ -20,10 +20,10 @@ Path = tuple[Hashable, ...]
 def split[Model: nnx.Module](
     model: Model, wrt: type[nnx.Variable[jax.Array]], changed: Collection[Path] = ()
 ) -> Split[Model]:
-    """The graph of a model, the variables that a step replaces, and those that it only reads.
+    """Splits a model into its graph, the variables that a step replaces, and the variables that it only reads.
 
     Args:
-      wrt: type of the variables that are trained.
+      wrt: type of the trained variables.
       changed: paths of other variables that the loss changes.
     """
     parts: Any = nnx.split(model, (wrt, lambda path, _: path in changed), ...)
@@ -31,22 +31,22 @@ def split[Model: nnx.Module](
 
 
 def name_of(path: Path) -> str:
-    """The name of a variable, such as layers.attention.w_q, which no other path has."""
+    """The unique name of a variable, such as layers.attention.w_q."""
     return ".".join(_escaped(str(key)) for key in path)
 
 
 def _escaped(key: str) -> str:
-    """A key without dots, which divide the keys of a name."""
+    """A key with its dots escaped, since dots separate the keys of a name."""
     return key.replace("%", "%25").replace(".", "%2E")
 
 
 def unescaped(name: str) -> str:
-    """A name in which dots of keys are dots, as jgg 0.3 wrote it."""
+    """A name with unescaped dots in its keys, as jgg 0.3 wrote it."""
     return name.replace("%2E", ".").replace("%25", "%")
 
 
 def named(tree: object, prefix: str) -> dict[str, jax.Array]:
-    """The arrays of a tree by their names, such as optimizer.0.count."""
+    """The arrays of a tree by name, such as optimizer.0.count."""
     found = {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = name_of(tuple(jax.tree_util.keystr((key,), simple=True) for key in path))
@@ -55,13 +55,13 @@ def named(tree: object, prefix: str) -> dict[str, jax.Array]:
 
 
 def named_in(state: State) -> dict[str, jax.Array]:
-    """The arrays of a model's state by their names, such as model.layers.attention.w_q."""
+    """The arrays of a model's state by name, such as model.layers.attention.w_q."""
     values = ((path, _value_of(leaf)) for path, leaf in nnx.to_flat_state(state))
     return {name: leaf for path, value in values for name, leaf in named(value, f"model.{name_of(path)}.").items()}
 
 
 def set_named(model: nnx.Module, arrays: Mapping[str, jax.Array]) -> None:
-    """Sets those arrays of a model that are among these, by the names of `named_in`."""
+    """Sets a model's arrays to the given ones, by the names of `named_in`; other arrays stay unchanged."""
     state = nnx.state(model)
     for path, variable in nnx.to_flat_state(state):
         value = _value_of(variable)
@@ -73,25 +73,25 @@ def set_named(model: nnx.Module, arrays: Mapping[str, jax.Array]) -> None:
 
 
 def form_of(tree: object) -> tuple[object, ...]:
-    """What a compiled program is made for: the structure of a tree, and the shape, dtype and place of each array."""
+    """What a compiled program depends on: the structure of a tree, and each array's shape, dtype and sharding."""
     leaves, structure = jax.tree.flatten(tree)
     return structure, *((leaf.shape, leaf.dtype, leaf.sharding) for leaf in leaves)
 
 
 def everywhere(tree: object) -> jax.NamedSharding | None:
-    """The sharding of what is on all devices of the mesh that splits a tree's arrays; None without a mesh."""
+    """The replicated sharding on the mesh that splits a tree's arrays; None without a mesh."""
     shardings = (leaf.sharding for leaf in jax.tree.leaves(tree))
     mesh = next((own.mesh for own in shardings if isinstance(own, jax.NamedSharding)), None)
     return None if mesh is None else jax.NamedSharding(mesh, jax.P())
 
 
 def is_key(array: jax.Array) -> bool:
-    """Whether an array is of random keys, as `jax.random.key` makes them."""
+    """Whether an array holds random keys, as `jax.random.key` makes them."""
     return jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
 
 
 def put(array: jax.Array, sharding: jax.sharding.Sharding) -> jax.Array:
-    """An array that each process has, on the devices of a sharding."""
+    """Puts an array that each process has onto the devices of a sharding."""
     if is_key(array):
         return jax.random.wrap_key_data(put(jax.random.key_data(array), sharding), impl=jax.random.key_impl(array))
     if isinstance(array, jax.Array) and array.sharding.device_set == sharding.device_set:
@@ -104,12 +104,14 @@ def place(
     places: Mapping[Path, object] = MappingProxyType({}),
     default: jax.sharding.Sharding | None = None,
 ) -> dict[Path, object]:
-    """Gives variables whose value is elsewhere, such as in a NumPy array, one where it was; returns where all are.
+    """Moves variables' values back to where they were, for example if one was set to a NumPy array.
 
     Args:
-      state: of a model, whose variables are changed.
-      places: shardings, as this function returned them.
+      state: a model's state, whose variables are changed.
+      places: shardings, as an earlier call returned them.
       default: the sharding for values on one device, where others are on several.
+
+    Returns: the shardings of all values.
     """
 
     def settled(value: object, sharding: jax.sharding.Sharding | None) -> jax.Array:
@@ -132,9 +134,9 @@ def place(
 
 
 def own_arrays(state: State) -> None:
-    """Gives variables whose arrays something else refers to, such as a clone of the model, copies of these.
+    """Copies the arrays of variables that something else refers to, such as a clone of the model.
 
-    A step can then take the arrays of all of them. It copies nothing if only the variables refer to their arrays.
+    A step can then reuse the memory of all arrays. If only the variables refer to their arrays, nothing is copied.
     """
     flat = list(nnx.to_flat_state(state))
     if any(is_shared(variable) for _, variable in flat):
@@ -153,7 +155,7 @@ def own_arrays(state: State) -> None:
 def owned(values: list[Any]) -> Iterator[jax.Array]:
     """Yields the values' arrays, copying each one that occurs twice or that something else refers to.
 
-    Empties the list, so that no array stays in memory longer than its copy needs it.
+    Empties the list, so that no array stays in memory longer than copying it takes.
     """
     values.reverse()
     while values:
@@ -167,7 +169,7 @@ def owned(values: list[Any]) -> Iterator[jax.Array]:
 
 
 def _value_of(leaf: object) -> object:
-    """The value of a variable, or the array that a module has without one."""
+    """The value of a variable, or an array that a module holds without a variable."""
     return leaf.get_raw_value() if isinstance(leaf, nnx.Variable) else leaf
 
 
@@ -180,7 +182,7 @@ def _set(state: State, path: Path, leaf: object, value: object) -> None:
 
 
 def _copied(array: jax.Array) -> jax.Array:
-    """A copy; one of several processes can make it alone."""
+    """A copy, which one of several processes can make alone."""
     if array.is_fully_addressable:
         return array.copy()
     shards = [shard.data.copy() for shard in array.addressable_shards]
@@ -188,7 +190,7 @@ def _copied(array: jax.Array) -> jax.Array:
 
 
 def _references_of_local() -> int:
-    """What `sys.getrefcount` counts where one local variable alone refers to a value."""
+    """What `sys.getrefcount` returns for a value that only one local variable refers to."""
     value = object()
     return sys.getrefcount(value)
 
@@ -197,7 +199,7 @@ _REFERENCES_OF_LOCAL = _references_of_local()
 
 
 def is_shared(leaf: object) -> bool:
-    """Whether something else than a variable refers to its array."""
+    """Whether something other than a variable refers to its array."""
     return isinstance(leaf, nnx.Variable) and _has_array(leaf) and _references(leaf) > _references_of_one()
 
 
@@ -212,6 +214,6 @@ def _references(variable: nnx.Variable[object]) -> int:
 
 @functools.cache
 def _references_of_one() -> int:
-    """What `_references` counts where nothing but the variable refers to its value."""
+    """What `_references` returns if only the variable refers to its value."""
     variable = nnx.Variable(object())
     return _references(variable)

@@ -1,4 +1,4 @@
-"""The step of training: a function of a model's state, the optimizer's state and a batch."""
+"""The training step: a function of a model's state, the optimizer's state and a batch."""
 
 import functools
 from collections.abc import Callable, Collection
@@ -26,10 +26,10 @@ def step_of[Model: nnx.Module, Metrics](
     wrt: type[nnx.Variable[jax.Array]] = nnx.Param,
     changed: Collection[Path] = (),
 ) -> Step[Metrics]:
-    """The step: ((state, opt_state), frozen, batch) -> (the first after it, (loss, metrics)).
+    """The step: ((state, opt_state), frozen, batch) -> ((state, opt_state) after it, (loss, metrics)).
 
-    The state has the variables of type `wrt` and those that the loss changes, with the paths `changed`. The loss is NaN
-    where a parameter is not finite after the step.
+    The state has the variables of type `wrt` and the variables that the loss changes, with the paths `changed`. The
+    loss is NaN if a parameter is not finite after the step.
     """
 
     @functools.partial(jax.value_and_grad, has_aux=True)
@@ -107,6 +107,6 @@ def changed_by[Model: nnx.Module, Metrics](
 
 
 def _leaves_of(model: nnx.Module) -> dict[Path, list[jax.Array]]:
-    """The arrays of each variable that is no intermediate result."""
+    """The arrays of each variable that is not an intermediate result."""
     flat = nnx.to_flat_state(nnx.state(model, nnx.Not(nnx.Intermediate)))
     return {path: jax.tree.leaves(leaf) for path, leaf in flat}

@@ -87,7 +87,7 @@ def check_parameters(kind, names, is_told=True):
         found = collectives(program)
         assert found.pop("all-reduce", 0) <= 2 * np.prod(shape[:-2]), name  # sums of two sizes
         assert set(found) == (wanted if kind == AUTO else wanted - {"all-gather"}), (name, found)
-        assert max(found.values(), default=0) <= 8 * np.prod(shape[-3:]), (name, found)  # zeros, not only its own
+        assert max(found.values(), default=0) <= 8 * np.prod(shape[-3:]), (name, found)  # padded with zeros
         print(kind, name, found)
 
 
