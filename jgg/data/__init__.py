@@ -1,4 +1,4 @@
-"""Texts for whole models: rows of files, tokens by a Hugging Face folder's tokenizer and chat template, batches."""
+"""Texts for whole models: reads rows, tokenizes them as a Hugging Face folder says, and makes batches."""
 
 from jgg.data.batching import Batches, batches
 from jgg.data.chat import encode_conversation, prompt_of

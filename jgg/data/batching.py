@@ -1,4 +1,4 @@
-"""`batches`: batches for training and evaluation. Each depends on its number alone; grain orders them."""
+"""`batches`: batches for training and evaluation. Each depends only on its number; grain orders them."""
 
 import datetime
 import functools
@@ -25,8 +25,8 @@ _DTYPES = {"tokens": np.int32, "targets": np.int32, "segments": np.int32, "weigh
 class Batches:
     """Batches of packed sequences, in an order that depends on a seed; `batches` makes them.
 
-    `self[n]` is batch n, from 0. With a seed there is no last batch: each epoch has all sequences once, in another
-    order. With `seed=None` each sequence comes once, empty sequences fill the last batch, and a loop ends there.
+    `self[n]` is batch n, counted from 0. With a seed there is no last batch: each epoch has all sequences once, in a
+    new order. With `seed=None` each sequence comes once, empty sequences fill the last batch, and a loop ends there.
 
     `len(self)` is the number of batches in an epoch, rounded up.
 
@@ -36,10 +36,10 @@ class Batches:
       num_left_out: rows that had nothing to learn.
       num_skipped: conversations that the chat template cannot mark, with `skip_unmarked`.
       num_learned: learned tokens of all examples.
-      num_sequences: sequences in an epoch. Where files are mixed, the weights of the learned tokens of an epoch add up
-        to those of all files together.
-      fill: the share of the positions in sequences that have a token.
-      end_tokens: the tokens with which examples, and turns of an assistant in them, end, sorted.
+      num_sequences: sequences in an epoch. Where files are mixed, an epoch has as much learned weight as all files
+        together.
+      fill: the share of positions in sequences that have a token.
+      end_tokens: the tokens that end examples and the assistant's turns in them, sorted.
       largest_token: the largest token, which `check_vocabulary` can compare with a model's vocabulary.
       digest: hex digest of the tokens, the loss mask and the weights. A run that resumes compares it.
     """
@@ -73,7 +73,7 @@ class Batches:
         return -(-self.num_sequences // self._per_batch)
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        """The batch of a number from 0; see `batches`."""
+        """Batch `index`, counted from 0; see `batches`."""
         if index < 0 or not (self._is_endless or index < len(self)):
             raise IndexError(f"index must be at least 0 and, without a seed, below {len(self)}, got {index}")
         sequences = self._sequences(index)
@@ -135,26 +135,25 @@ def batches(
 
     - "tokens" and "targets", int32: a token and the next one; 0 where there is none.
     - "segments", int32: 1, 2, ... for the examples of a sequence, each attending only to itself; 0 for padding.
-    - "weights", float32: what the losses of the targets are multiplied by. It is 0 where a target is not learned, else
-      the row's weight times a factor that makes the weights of the batch add up to `accumulate`. So if a
-      part's loss is the sum of its weighted losses, the mean over the parts is the weighted mean over all learned
-      tokens.
+    - "weights", float32: what the targets' losses are multiplied by: 0 where a target is not learned, otherwise the
+      row's weight times a factor that makes the batch's weights add up to `accumulate`. If a part's loss is the sum of
+      its weighted losses, the mean over the parts is then the weighted mean over all learned tokens.
 
     Args:
-      data: a file; a list of files, which are read as one; or {file: share} to mix files. The learned tokens of the
-        files, counted by their weights, are then in the proportion of these positive numbers, however large the files
-        are, and a file starts over when it ends. `rows` says what a file may be, `examples_of` what a row may be.
+      data: a file; a list of files, which are read as one; or {file: share} to mix files. The shares are positive
+        numbers: the files' learned tokens, counted by weight, are in this proportion however large the files are, and
+        a file starts over when it ends. `rows` says what a file may be, `examples_of` what a row may be.
       tokenizer: what `load_tokenizer` returned.
       length: tokens per sequence.
-      batch_size: sequences that are processed at once.
-      accumulate: parts of batch_size sequences in a batch.
-      packing: whether a sequence may have several examples: the longest first, each goes into the fullest sequence
-        that has room for it.
+      batch_size: sequences processed at once.
+      accumulate: number of parts in a batch, each of batch_size sequences.
+      packing: whether a sequence may have several examples. The longest examples are placed first, each into the
+        fullest sequence that has room for it.
       splits: whether examples longer than a sequence are divided rather than cut.
-      seed: of the order, at least 0 and below 2**32; None for one pass in the order of the plan.
+      seed: seed of the order, at least 0 and below 2**32; None for one pass in the order of the plan.
       normalize: whether the weights of a batch are scaled as above; False keeps the rows' weights.
-      end_token: the token that ends a text, such as the first of `stop_tokens(folder)`, see `examples_of`; the
-        tokenizer's own if it is None, -1 for none.
+      end_token: the token that ends a text, such as the first of `stop_tokens(folder)`, see `examples_of`; None for
+        the tokenizer's own, -1 for none.
       date: the date that chat templates such as gpt-oss's write as today's; None for today. A run that resumes
         on another day must pass the day it started.
       skip_unmarked: whether conversations that the chat template cannot mark are skipped and counted, see
@@ -200,7 +199,7 @@ def _listed(data: Paths) -> list[Path]:
 
 
 class _Sequences:
-    """The sequences of a store, as a source of grain's."""
+    """The sequences of a store, as a grain data source."""
 
     def __init__(self, store: Store, length: int, packing: bool) -> None:
         self._store, self._length = store, length

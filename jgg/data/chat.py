@@ -31,10 +31,10 @@ class Text(NamedTuple):
     """A text to learn from.
 
     Attributes:
-      tokens: its tokens.
-      learned: which of them are learned.
-      ends: the tokens among them that end it or an assistant's message.
-      num_bytes: the bytes of each token's text, by `bytes_of_tokens`; int [size].
+      tokens: the text's tokens.
+      learned: which tokens are learned.
+      ends: the tokens that end the text or an assistant's message.
+      num_bytes: the bytes of each token's text, from `bytes_of_tokens`; int [size].
     """
 
     tokens: list[int]
@@ -57,13 +57,13 @@ def encode_conversation(
     Args:
       tokenizer: what `load_tokenizer` returned.
       messages: the conversation, as `apply_chat_template` takes it. Messages after the last learned one are left
-        out. An assistant's message is not learned if it comes first or has "weight" 0 or "train" false; the template
-        does not get these two keys.
+        out. An assistant's message is not learned if it is the first message or has "weight" 0 or "train" false; the
+        template does not get these two keys.
       tools: the tools that the assistant may use, as `apply_chat_template` takes them.
       date: the date for templates that write today's, such as gpt-oss's; None for today.
 
     Returns:
-      The texts, each with its tokens and, for each of these, whether it is learned; none if no message is learned.
+      The texts, each with its tokens and a mask of the learned ones; no texts if no message is learned.
 
     Raises:
       UnmarkedError, a ValueError: the template fails, or it changes the messages before a turn of the assistant once
@@ -81,7 +81,7 @@ def texts_of(
     date: datetime.date | None = None,
     end_token: int | None = None,
 ) -> list[Text]:
-    """The texts of `encode_conversation`; `end_token` ends those that the template does not end."""
+    """The texts of `encode_conversation`; `end_token` is added to texts that the template leaves without an end."""
     for number, message in enumerate(messages, 1):
         _check(number, message)
     said = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
@@ -127,12 +127,12 @@ def _check(number: int, message: Message) -> None:
 
 
 def _is_learned(message: Message) -> bool:
-    """Whether neither of its keys says that a message is not learned."""
+    """Whether a message is learned: neither of its keys says otherwise."""
     return all(message.get(key) is None or message[key] for key in _SWITCHES)
 
 
 class _Marking:
-    """A text with its tokens, while what is learned of it is found."""
+    """A text with its tokens, while its learned parts are being marked."""
 
     def __init__(self, tokenizer: Tokenizer, text: str) -> None:
         self.text, self._tokenizer = text, tokenizer
@@ -140,7 +140,7 @@ class _Marking:
         self.learned, self.ends = [False] * len(self.tokens), set[int]()
 
     def up_to(self, end: int) -> int:
-        """The number of tokens that begin before a character."""
+        """The number of tokens that begin before this character."""
         whole = bisect.bisect_right(self._past, end)
         begins = self._past[whole - 1] if whole else 0
         return whole + (begins < end and whole < len(self._past))
@@ -152,7 +152,7 @@ class _Marking:
             self.learned[first:last] = [True] * (last - first)
 
     def next_message(self, end: int) -> int | None:
-        """The number of the special token that comes right after a character, with at most white space between."""
+        """The number of the special token right after this character, with at most white space between."""
         for number in range(self.up_to(end), len(self.tokens)):
             if is_special(self._tokenizer, self.tokens[number]):
                 return number
@@ -179,7 +179,7 @@ class _Marking:
 
 
 def _compared(conversation: Conversation, turns: list[int]) -> list[Text]:
-    """The texts that have all turns."""
+    """The texts that together contain all turns."""
     texts, waiting = [], list(turns)
     while waiting:
         last = waiting.pop()
@@ -238,5 +238,5 @@ def _marked(conversation: Conversation, turns: list[int], unlearned: list[int]) 
 
 
 def _count(conversation: Conversation, count: int) -> int:
-    """The number of blocks that the template marks in the first messages."""
+    """The number of blocks that the template marks in the first `count` messages."""
     return len(conversation.written(count).blocks) if count else 0

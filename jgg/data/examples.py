@@ -1,4 +1,4 @@
-"""What a row of data teaches: its tokens, and which of them are learned."""
+"""Turns a row of data into examples: its tokens, and which of them are learned."""
 
 import datetime
 import json
@@ -19,7 +19,7 @@ class Example(NamedTuple):
 
     Attributes:
       tokens: the tokens of the text, int32 [size].
-      learned: which of the tokens are learned, bool [size]. The first token follows nothing, and is never learned.
+      learned: which tokens are learned, bool [size]. The first token follows nothing, so it is never learned.
       weight: what the loss of each learned token is multiplied by.
     """
 
@@ -51,7 +51,7 @@ def examples_of(
       date: as in `encode_conversation`.
 
     Returns: one example; several for some conversations, see `encode_conversation`, and none if no message is learned.
-    Raises: ValueError: the row has none of these, its text has half of a pair of surrogates, or the template fails.
+    Raises: ValueError: the row has none of these, its text has an unpaired surrogate, or the template fails.
     """
     return [example for example, _ in examples_with_texts(row, tokenizer, end_token, date)]
 
@@ -102,7 +102,7 @@ def _weight_of(row: object) -> float:
 
 
 def _tools_of(tools: Any) -> Tools:
-    """The tools of a row; tables have them as JSON, since each may have keys of its own."""
+    """The tools of a row; in tables they are JSON, since each tool may have keys of its own."""
     if not isinstance(tools, str):
         return tools or None
     try:

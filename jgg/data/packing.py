@@ -1,4 +1,4 @@
-"""Packs examples into sequences, by their sizes alone."""
+"""Packs examples into sequences by size."""
 
 import bisect
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ def pack(sizes: np.ndarray, length: int, is_packed: bool = True) -> tuple[np.nda
     Source: best-fit decreasing, https://en.wikipedia.org/wiki/Bin_packing_problem.
 
     Args:
-      sizes: positions that each example takes, int [examples], each from 1 to `length`.
-      length: positions of a sequence.
+      sizes: number of positions that each example takes, int [examples], each from 1 to `length`.
+      length: number of positions in a sequence.
       is_packed: whether a sequence may have more than one example.
 
     Returns: the numbers of the examples, ordered by sequence, int64 [examples]; and the offsets in this array where
-      each sequence begins, then where the last one ends, int64 [sequences + 1].
+      each sequence begins, followed by where the last one ends, int64 [sequences + 1].
     """
     sequence_of = np.empty(len(sizes), np.int64)
     by_room: dict[int, list[int]] = {}  # the sequences that have so much room left

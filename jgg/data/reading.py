@@ -1,4 +1,4 @@
-"""Reads the rows of files one after the other: JSONL, parquet and Arrow, and folders of Hugging Face's datasets."""
+"""Reads the rows of files one by one: JSONL, parquet and Arrow, and folders of Hugging Face's datasets."""
 
 import json
 import os
@@ -10,17 +10,18 @@ from jgg.data.tables import table_rows
 
 
 def rows(path: str | os.PathLike[str]) -> Iterator[tuple[str, object]]:
-    """Reads the rows of a file one after the other, each with a name for errors, such as "train.jsonl:3".
+    """Reads the rows of a file one by one, each with a name for errors, such as "train.jsonl:3".
 
-    Only one line, or some rows of a table, is in memory at a time.
+    Memory holds only one line, or some rows of a table, at a time.
 
     Args:
-      path: a JSONL file, whose lines are JSON, UTF-8 with or without a mark, blank ones ignored; a parquet or an Arrow
-        file; or a folder that `datasets.Dataset.save_to_disk` wrote. The content says what a file is, not its name.
+      path: a JSONL file, in UTF-8 with or without a byte order mark, whose blank lines are ignored; a parquet or an
+        Arrow file; or a folder that `datasets.Dataset.save_to_disk` wrote. A file is recognized by its content, not its
+        name.
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it is none of these, a line is no JSON, or a table has no column that an example needs.
+      ValueError: it is none of these, a line is not JSON, or a table has no column that an example needs.
     """
     path = Path(path)
     try:
@@ -55,7 +56,7 @@ def _files_of_dataset(folder: Path) -> list[Path]:
 
 
 def _lines(path: Path) -> Iterator[tuple[str, object]]:
-    """The JSON of each line that is not blank; only a line feed ends one, as strings may hold other separators."""
+    """The JSON of each non-blank line; only a line feed ends a line, as strings may hold other separators."""
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             name = f"{path}:{number}"

@@ -1,4 +1,4 @@
-"""`Conversation`: what a chat template writes of messages; transformers renders."""
+"""`Conversation`: messages as a chat template writes them; transformers renders the template."""
 
 import datetime
 import functools
@@ -22,8 +22,9 @@ _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 class UnmarkedError(ValueError):
     """A conversation that a chat template cannot mark.
 
-    The template fails on it, such as Gemma's on a system message; or it rewrites earlier messages once the assistant's
-    answer follows, as gpt-oss's does with the thoughts before a call, so that the answer is not found in the text.
+    Either the template fails on it, as Gemma's does on a system message; or it rewrites earlier messages once the
+    assistant's answer follows, as gpt-oss's does with the thoughts before a call, so the answer cannot be found in the
+    text.
     """
 
 
@@ -35,11 +36,11 @@ class Written(NamedTuple):
 
 
 class Conversation:
-    """Messages as the chat template writes the first of them.
+    """Renders the first messages of a conversation with the chat template.
 
     Attributes:
       tokenizer: what `load_tokenizer` returned.
-      end_token: what ends a text whose template does not, or None.
+      end_token: the token that ends a text if the template writes no end, or None.
       is_marked: whether the template has `{% generation %}` blocks.
 
     Raises: UnmarkedError: the template fails. The methods raise it too.
@@ -63,11 +64,11 @@ class Conversation:
         self.written = functools.cache(self._written)
 
     def text(self, count: int, asks_for_more: bool = False) -> str:
-        """The text of the first messages; `asks_for_more`: up to where the assistant's answer begins."""
+        """The text of the first `count` messages; with `asks_for_more`, up to where the assistant's answer begins."""
         return self.written(count, asks_for_more).text
 
     def start(self, turn: int, whole: str) -> int | None:
-        """Where a message begins in a text, behind what asks for it; None if the text has other messages before it."""
+        """Where a message begins in a text, after its prompt; None if the messages before it read differently there."""
         before, prompt = self.text(turn), self.text(turn, True)
         if whole.startswith(prompt):
             return len(prompt)
@@ -78,11 +79,11 @@ class Conversation:
         return max(len(before), shared_length(whole, prompt, *others))
 
     def end(self, turn: int, tokens: Sequence[int]) -> int | None:
-        """The last token of the template's ending of an assistant's message; None if the assistant could go on.
+        """The last token of what the template writes to end an assistant's message; None if the assistant could go on.
 
         Args:
           turn: the message's number.
-          tokens: those of the text up to this message.
+          tokens: the tokens of the text up to this message.
         """
         token = last_token(self.tokenizer, tokens)
         if token is None or token in (self.tokenizer.eos_token_id, self.end_token):
@@ -99,7 +100,7 @@ class Conversation:
         return self._write(self._messages[:count], asks_for_more)
 
     def _instead(self, turn: int, message: Message) -> str | None:
-        """The text up to a turn, with another message instead of it; None if the template does not take the message."""
+        """The text up to a turn, with its message replaced; None if the template rejects the replacement."""
         try:
             return self._write([*self._messages[:turn], message]).text
         except UnmarkedError:
@@ -119,7 +120,7 @@ class Conversation:
 
 
 def _longer(message: Message) -> Message:
-    """The message of an assistant who said more."""
+    """The same assistant's message with more text."""
     calls, content = message.get("tool_calls"), message.get("content") or ""
     if isinstance(calls, list) and calls:
         return {**message, "tool_calls": [*calls, calls[-1]]}
@@ -128,10 +129,10 @@ def _longer(message: Message) -> Message:
 
 
 def _failed(error: Exception) -> UnmarkedError:
-    """The error for one of any type: a template is a program."""
+    """The error to raise for an error of any type: a template is a program."""
     return UnmarkedError(f"the chat template fails: {kind_and_text(error)}")
 
 
 def _dated(template: str, date: datetime.date | None) -> str:
-    """The template with a fixed date for today's; transformers does not let another function replace strftime_now."""
+    """The template with a fixed date instead of today's: transformers does not let callers replace strftime_now."""
     return template if date is None else _TODAY.sub(lambda call: json.dumps(date.strftime(call[2])), template)

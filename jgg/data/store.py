@@ -1,4 +1,4 @@
-"""Keeps the tokens of examples in an unnamed file, which the system reads in on demand."""
+"""Keeps the tokens of examples in an unnamed file, which the system loads on demand."""
 
 import datetime
 import errno
@@ -24,21 +24,21 @@ ROWS_AT_ONCE = 128  # rows in memory, which threads tokenize
 
 
 class Store(NamedTuple):
-    """The examples of some files that have something to learn.
+    """The examples from some files, without those that have nothing to learn.
 
     Attributes:
-      tokens: of all, one example after the other, int32, in a mapped file; a learned token t is
-        stored as t, any other as -1 - t.
+      tokens: the tokens of all examples, one after the other, int32, in a mapped file; a learned token t is stored as
+        t, any other as -1 - t.
       starts: where in `tokens` each example starts, int64 [examples].
-      sizes: its number of tokens, int64 [examples], at least 2.
-      weights: the weight of each learned token of it, float32 [examples].
-      learned: its number of learned tokens, int64 [examples].
-      num_bytes: the bytes in UTF-8 of the text that these tokens stand for, int64 [examples].
-      num_cut: rows that were longer than a sequence, and lost their end.
-      num_left_out: rows that had nothing to learn, or nothing was left of it.
+      sizes: number of tokens of each example, int64 [examples], at least 2.
+      weights: the weight of each learned token of an example, float32 [examples].
+      learned: number of learned tokens of each example, int64 [examples].
+      num_bytes: the UTF-8 bytes of the text that an example's learned tokens stand for, int64 [examples].
+      num_cut: rows that were longer than a sequence and lost their end.
+      num_left_out: rows that had nothing to learn, or nothing left to learn once they were cut.
       num_skipped: conversations that the chat template cannot mark.
-      largest_token: the largest of all.
-      end_tokens: the tokens with which examples that are not cut, and turns of an assistant in them, end, sorted.
+      largest_token: the largest token.
+      end_tokens: the tokens that end uncut examples and the assistant's turns in them, sorted.
       digest: hex digest of the tokens, the loss mask and the weights.
     """
 
@@ -61,7 +61,7 @@ class Store(NamedTuple):
         return int(np.sum(self.learned))
 
     def example(self, number: int) -> Example:
-        """One of the examples."""
+        """The example of this number."""
         start = self.starts[number]
         found = self.tokens[start : start + self.sizes[number]]
         return Example(np.where(found < 0, ~found, found), found >= 0, float(self.weights[number]))
@@ -77,19 +77,19 @@ def fill(
     date: datetime.date | None = None,
     skip_unmarked: bool = False,
 ) -> Store:
-    """Tokenizes all rows of some files, some at a time.
+    """Tokenizes all rows of some files, a few rows at a time.
 
     Args:
       paths: the files, as `rows` takes them.
       tokenizer: what `load_tokenizer` returned.
-      length: tokens of a sequence; examples of more than `length` + 1 tokens are cut, or divided.
-      splits: whether longer examples are divided into several; each begins with the last token of the one before.
+      length: tokens of a sequence; examples of more than `length` + 1 tokens are cut or divided.
+      splits: whether longer examples are divided; each part begins with the last token of the previous one.
       end_token: see `examples_of`.
       date: see `encode_conversation`.
       skip_unmarked: whether rows of an `UnmarkedError` are skipped and counted.
 
-    Raises: OSError, ValueError: see `rows` and `examples_of`; the message begins with the row's name. Or the folder for
-      temporary files has no room.
+    Raises: OSError, ValueError: see `rows` and `examples_of`; the message begins with the row's name. OSError also if
+      the folder for temporary files is full.
     """
     try:
         with tempfile.TemporaryFile() as file:
@@ -116,9 +116,9 @@ def fill(
 def _examples_of_rows(
     paths: Sequence[str | os.PathLike[str]], read: Callable[[object], list[tuple[Example, Text]]], skip_unmarked: bool
 ) -> Iterator[list[tuple[Example, Text]] | None]:
-    """The examples of each row, in order, None for one that is skipped.
+    """The examples of each row, in order; None for a skipped row.
 
-    Threads tokenize, for which the tokenizer lets go of Python's lock.
+    Threads tokenize the rows, since the tokenizer releases Python's lock.
     """
 
     def named(row: tuple[str, object]) -> list[tuple[Example, Text]] | None:
@@ -138,7 +138,7 @@ def _examples_of_rows(
 
 
 class _Writer:
-    """Writes examples, and notes where they are."""
+    """Writes examples and records where they are."""
 
     def __init__(self, file: IO[bytes], length: int, splits: bool) -> None:
         self.file, self.length, self.splits = file, length, splits

@@ -1,4 +1,4 @@
-"""Reads rows of parquet and Arrow files by pyarrow, some at a time."""
+"""Reads rows of parquet and Arrow files with pyarrow, a few at a time."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,8 +15,8 @@ ROWS_AT_ONCE = 256
 def table_rows(path: Path) -> Iterator[tuple[str, object]]:
     """The rows of a table, each with its name, such as "train.parquet:3"; the first is 1.
 
-    Of each row there are the columns that an example may have, and no nulls: columns of objects have all keys in all
-    rows, which templates would take for given.
+    A row has only the columns that an example may have, and no nulls: in a column of objects every row has all keys,
+    and templates would take a null key as given.
 
     Raises: ImportError, OSError, ValueError: see `rows`.
     """
@@ -58,7 +58,7 @@ def _python_rows(batch: Any, path: Path, first: int) -> list[object]:
 
 
 def without_nulls(value: object) -> object:
-    """A row without the keys whose value is None, in the objects in it too."""
+    """A row without keys whose value is None, including those of nested objects."""
     if isinstance(value, dict):
         return {key: without_nulls(own) for key, own in value.items() if own is not None}
     return [without_nulls(own) for own in value] if isinstance(value, list) else value
@@ -66,7 +66,7 @@ def without_nulls(value: object) -> object:
 
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[Any]:
-    """The names of a table's columns, and a function of columns that yields its batches of rows."""
+    """Yields the names of a table's columns, and a function that takes columns and yields batches of their rows."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -1,6 +1,6 @@
 """Tokenizes texts as a Hugging Face folder says, and finds the tokens that end them.
 
-Transformers tokenizes and decodes, by tokenizer.json and tokenizer_config.json. It needs no PyTorch for that.
+transformers tokenizes and decodes, using tokenizer.json and tokenizer_config.json. It needs no PyTorch for that.
 """
 
 import functools
@@ -27,12 +27,12 @@ _BYTE = re.compile("<0x[0-9A-F]{2}>")
 
 
 class Continuation(str):
-    """A text that may change once more tokens come, but for its first `settled` characters."""
+    """A text that may still change when more tokens come, except its first `settled` characters."""
 
     settled: int
 
     def __new__(cls, text: str, settled: int) -> Self:
-        """The text with the number of characters that stay."""
+        """The text with the number of characters that no longer change."""
         new = super().__new__(cls, text)
         new.settled = settled
         return new
@@ -61,18 +61,19 @@ def load_tokenizer(folder: str | os.PathLike[str]) -> Tokenizer:
 
 
 def encode(tokenizer: Tokenizer, text: str, *, is_rendered: bool = False) -> tuple[list[int], list[int]]:
-    """Tokenizes a text that goes on.
+    """Tokenizes the beginning of a text that continues.
 
     The special tokens that the tokenizer puts before a text, such as "<s>", are added unless the text begins with them.
-    Those that it puts behind a text are never added.
+    Special tokens that it puts after a text are never added.
 
     Args:
       tokenizer: what `load_tokenizer` returned.
       text: the text.
-      is_rendered: whether the chat template wrote the text. Such a text has all special tokens, and none are added.
+      is_rendered: whether the chat template wrote the text. Such a text already has all special tokens, so none are
+        added.
 
-    Returns: the tokens, and for each the number of characters of the text up to its end.
-    Raises: ValueError: the text has half of a pair of surrogates, which is no character.
+    Returns: the tokens, and for each token the number of characters of the text up to its end.
+    Raises: ValueError: the text has an unpaired surrogate, which is not a character.
     """
     text.encode()
     found = tokenizer(
@@ -93,16 +94,15 @@ def encode(tokenizer: Tokenizer, text: str, *, is_rendered: bool = False) -> tup
 
 
 def bytes_of_tokens(tokenizer: Tokenizer, text: str, ids: Sequence[int], ends: Sequence[int]) -> np.ndarray:
-    """How many of a text's bytes in UTF-8 each of its tokens stands for, int [size].
+    """How many of a text's UTF-8 bytes each of its tokens stands for, int [size].
 
-    They add up to the bytes of the text without its special tokens, whatever the tokens are decoded to: a tokenizer may
-    put a space before a text, or normalize it. Tokens that share a character share its bytes.
+    They add up to the bytes of the text without its special tokens, whatever the tokens decode to: a tokenizer may put
+    a space before a text, or normalize it. Tokens that share a character share its bytes.
 
     Args:
       tokenizer: what `load_tokenizer` returned.
       text: the text.
-      ids, ends: the tokens and where they end, as `encode` returns them; more tokens may follow, which are not of the
-        text.
+      ids, ends: the tokens and where they end, as `encode` returns them; more tokens, not from the text, may follow.
     """
     own = np.zeros(len(ids), np.int64)
     if not ends:
@@ -147,8 +147,8 @@ def text_of(tokenizer: Tokenizer, tokens: Sequence[int], **options: bool) -> str
 def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> Continuation:
     """Returns the text that new tokens add to the text of a prompt's tokens; both without special tokens.
 
-    Tokenizers such as Mixtral's decode bytes that follow one another together: a byte that completes no character makes
-    U+FFFD of all of them. So the characters of bytes at the end are not `settled` until another token follows.
+    Tokenizers such as Mixtral's decode consecutive byte tokens together: one byte that completes no character turns all
+    of them into U+FFFD. So the characters of bytes at the end are not `settled` until another token follows.
 
     Returns: a str with the attribute `settled`, for `jgg.models.stream_text`.
     """
@@ -164,7 +164,7 @@ def continuation(tokenizer: Tokenizer, prompt: list[int], new: list[int]) -> Con
 
 
 def _bytes_at_end(tokenizer: Tokenizer, tokens: list[int]) -> int:
-    """The number of tokens at the end that are bytes, with those between that have no text."""
+    """The number of byte tokens at the end, including tokens without text between them."""
     count = 0
     for number, token in enumerate(reversed(tokens), 1):
         if _BYTE.fullmatch(str(tokenizer.convert_ids_to_tokens(token))):
@@ -175,12 +175,12 @@ def _bytes_at_end(tokenizer: Tokenizer, tokens: list[int]) -> int:
 
 
 def stop_tokens(folder: str | os.PathLike[str], adapter: str | os.PathLike[str] | None = None) -> list[int]:
-    """Returns the tokens that end a text: those of a model's folder, then those of an adapter's folder.
+    """Returns the tokens that end a text: the model folder's, then the adapter folder's.
 
-    They are `eos_token_id` of generation_config.json, into which `jgg finetune` writes it for an adapter. If the
-    model's folder has none there, they are `eos_token_id` of config.json or of its "text_config".
+    They come from `eos_token_id` in generation_config.json, which `jgg finetune` also writes for an adapter. If the
+    model's folder has none there, they come from `eos_token_id` in config.json or in its "text_config".
 
-    Raises: ValueError: a file is no JSON object, or eos_token_id is no token, list of tokens or null.
+    Raises: ValueError: a file is not a JSON object, or eos_token_id is not a token, a list of tokens or null.
     """
     own = _eos_tokens(Path(folder) / "generation_config.json") or _eos_tokens(Path(folder) / "config.json")
     noted = [] if adapter is None else _eos_tokens(Path(adapter) / "generation_config.json")
@@ -188,7 +188,7 @@ def stop_tokens(folder: str | os.PathLike[str], adapter: str | os.PathLike[str] 
 
 
 def end_of(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> int | None:
-    """Returns the special token at the end of a text, or None; white space behind it does not count.
+    """Returns the special token at the end of a text, or None; white space after it does not count.
 
     A token such as "</tool_call>" that was added to the vocabulary is special only if the tokenizer says so.
     """
@@ -197,14 +197,14 @@ def end_of(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> int | None:
 
 
 def last_token(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray) -> int | None:
-    """The last token of a text that is not white space alone."""
+    """The last token of a text that is not only white space."""
     return next((token for token in map(int, reversed(ids)) if text_of(tokenizer, [token]).strip()), None)
 
 
 def is_special(tokenizer: Tokenizer, token: int) -> bool:
     """Whether a token is left out of texts and does not stand for unknown text.
 
-    It is quicker than the tokenizer's table of all added tokens.
+    This is faster than the tokenizer's table of all added tokens.
     """
     if token == tokenizer.unk_token_id != tokenizer.eos_token_id:
         return False
@@ -212,7 +212,7 @@ def is_special(tokenizer: Tokenizer, token: int) -> bool:
 
 
 def check_vocabulary(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray, config: ModelConfig, where: object) -> None:
-    """Raises ValueError, which begins with `where`, if the model has no embedding for a token."""
+    """Raises ValueError, with a message that begins with `where`, if the model has no embedding for a token."""
     largest = int(np.max(ids, initial=0))
     if largest >= config.vocabulary:
         raise ValueError(
@@ -222,18 +222,18 @@ def check_vocabulary(tokenizer: Tokenizer, ids: Sequence[int] | np.ndarray, conf
 
 
 def shared_length(*texts: str) -> int:
-    """The number of characters with which all texts begin."""
+    """The number of leading characters that all texts share."""
     pairs = zip(min(texts), max(texts), strict=False)
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def kind_and_text(error: Exception) -> str:
-    """An error in one line, which begins with its type's name."""
+    """An error on one line that begins with the name of its type."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _eos_tokens(path: Path) -> list[int]:
-    """eos_token_id of a file, which may be missing, or else of the language model that its text_config describes."""
+    """eos_token_id of a file, which may be missing, or otherwise of its "text_config"."""
     content = read_object(path) if path.is_file() else {}
     found = content.get("eos_token_id")
     if found is None:

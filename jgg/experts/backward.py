@@ -117,7 +117,7 @@ def _down_backward(
 
 @jax.named_scope("jgg.moe_mlp.backward")
 def compute_gradients(mlp: MoeMlp, residuals: tuple[Operands, Kept], dy: jax.Array) -> tuple[Operands]:
-    """All gradients; those that nobody asks for are dropped as dead code, with their products."""
+    """All gradients; JAX drops unused ones as dead code, together with their products."""
     operands, kept = residuals
     operands, dy = _restored(mlp, operands, dy)
     x, b_gate_up, topk_weights, routes = operands.x, operands.b_gate_up, operands.topk_weights, mlp.routes(operands)

@@ -28,7 +28,7 @@ def names_of(module: str) -> set[str]:
 
 
 def places(own: Family, layer: int, targeted: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yields each parameter with the module that holds its adapter: PEFT wraps the experts once for each parameter."""
+    """Yields each parameter with the module that holds its adapter: PEFT wraps the experts once per parameter."""
     for index, param in enumerate(targeted, 1):
         yield param, own.fused_name(layer) + ".base_layer" * (len(targeted) - index)
 
@@ -39,7 +39,7 @@ def names_of_parameters(own: Family, layer: int) -> dict[str, str]:
 
 
 def pattern_of_experts(own: Family) -> re.Pattern[str]:
-    """A pattern of the beginning of experts' tensors in PEFT's file, with the layer's index as its group."""
+    """A pattern for how names of experts' tensors begin in PEFT's file; its group is the layer's index."""
     blocks = {f"{block}." if block else "" for block in (own.block, own.fused_block or own.block)}
     modules = (name.partition(".{e}")[0] for param in FUSED for name in own.tensors[param].names)
     roots = {name.removesuffix(".weight") for name in modules}
@@ -54,9 +54,9 @@ class ExpertsReader:
 
     Attributes:
       tensors: the tensors of experts by their names in PEFT's file.
-      where: the file of the tensors, for messages.
-      is_expert_slowest: whether the columns of a fused parameter's lora_B have the expert slowest.
-      parameters, modules: the fused parameters and the modules of experts that were read.
+      where: the tensors' file, for messages.
+      is_expert_slowest: whether the expert varies slowest along the columns of a fused parameter's lora_B.
+      parameters, modules: the fused parameters and expert modules that were read.
     """
 
     own: Family
@@ -69,7 +69,7 @@ class ExpertsReader:
     modules: list[str] = dataclasses.field(default_factory=list)
 
     def read(self, present: set[str], layer: int) -> dict[str, LowRank]:
-        """Returns the terms of a layer from these tensors."""
+        """Returns the terms of a layer from the tensors with these names."""
         fused = re.compile(re.escape(PREFIX + self.own.fused_name(layer)) + r"\.(base_layer\.)*lora_")
         read = self._of_parameters if any(map(fused.match, present)) else self._of_modules
         return read(present, layer)
@@ -151,7 +151,7 @@ def read_term(
 
 
 def joined(parts: Sequence[LowRank | None], width: int) -> LowRank:
-    """One term for a matrix that joins several modules; if they all have the same a, the term has it too."""
+    """One term for a matrix that joins several modules; if they all have the same a, the term uses it."""
     first = parts[0]
     if first is not None and all(
         part is not None and part.scale == first.scale and np.array_equal(part.a, first.a) for part in parts
@@ -166,8 +166,8 @@ def side_by_side(parts: Sequence[LowRank | None], width: int) -> LowRank:
     Args:
       parts: for each module a term of a [.., K, r] and b [.., r, width], or None. At least one is a term.
 
-    Returns: a has the parts' a side by side; b is zero outside the blocks of each. The scale is the first term's; b
-      of a term with another scale is multiplied by the ratio of the two.
+    Returns: a term whose a has the parts' a side by side, and whose b is zero outside each part's block. The scale is
+      the first term's; the b of a term with another scale is multiplied by the ratio of the two.
     """
     terms = [part for part in parts if part is not None]
     first, a = terms[0], np.concatenate([term.a for term in terms], axis=-1)
@@ -198,7 +198,7 @@ def padded(term: LowRank, rank: int) -> LowRank:
 
 
 def flat(low_rank: LowRank, is_swapped: bool) -> Iterator[np.ndarray]:
-    """Yields lora_A and lora_B of a fused parameter: A has the expert slowest, B the expert fastest."""
+    """Yields lora_A and lora_B of a fused parameter: the expert varies slowest in A and fastest in B."""
     a, b = np.asarray(low_rank.a).swapaxes(1, 2), np.asarray(low_rank.b)  # both [E, r, features]
     if is_swapped:
         a, b = b, a

@@ -37,7 +37,7 @@ _NEW = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "bias": "none", "lora_dro
 
 @dataclasses.dataclass(frozen=True)
 class AdapterSettings:
-    """The content of adapter_config.json, checked to describe a LoRA adapter of low-rank terms alone.
+    """The content of adapter_config.json, checked to describe a LoRA adapter of only low-rank terms.
 
     Attributes:
       where: what holds the settings, for messages.
@@ -76,7 +76,7 @@ class AdapterSettings:
         self._check_names("layers_pattern")
 
     def _check_names(self, key: str) -> None:
-        """Raises unless a setting has names, or one pattern, where PEFT takes one."""
+        """Raises unless a setting is a list of names or, where PEFT takes one, a pattern."""
         names = self.values.get(key) or []
         if isinstance(names, str) and key != "target_parameters":
             self._check_pattern(key, names)
@@ -116,7 +116,7 @@ class AdapterSettings:
         return _has_end_of(name, self.values.get("target_parameters") or ())
 
     def targets_module(self, name: str) -> bool:
-        """Returns whether target_modules include the linear module of this name, which is not the model's head."""
+        """Returns whether target_modules include the linear module of this name, which must not be the model's head."""
         targets, excluded = (self.values.get(key) or () for key in ("target_modules", "exclude_modules"))
         is_excluded = matches(excluded, name) if isinstance(excluded, str) else _has_end_of(name, excluded)
         if is_excluded:
@@ -126,7 +126,7 @@ class AdapterSettings:
         return _has_end_of(name, targets) and (not self._layers or self._layer_of(name) in self._layers)
 
     def check_has_tensors(self, parameters: Collection[str], found: Collection[str]) -> None:
-        """Raises ValueError if target_parameters have one of these parameters, but none of those that were found."""
+        """Raises ValueError if target_parameters name one of these parameters without a tensor in `found`."""
         for target in self.values.get("target_parameters") or ():
             check(
                 not any(_ends_with(name, target) for name in parameters)
@@ -137,12 +137,12 @@ class AdapterSettings:
 
     @property
     def _layers(self) -> Any:
-        """The layers that target_modules are meant for; an empty list for all."""
+        """The layers that target_modules apply to; an empty list for all."""
         layers = self.values.get("layers_to_transform")
         return [] if layers is None else [layers] if isinstance(layers, int) else layers
 
     def _layer_of(self, name: str) -> int | None:
-        """The first number of a module's name that follows one of layers_pattern, or any name if there is none."""
+        """The first number in a module's name after a name in layers_pattern, or after any name without one."""
         given, parts = self.values.get("layers_pattern") or ".*", name.split(".")
         patterns = [given] if isinstance(given, str) else given
         return next(
@@ -160,7 +160,7 @@ class AdapterSettings:
 
         Args:
           terms: rank and scale by the name of a parameter.
-          experts: the names of all parameters of experts; those that `terms` lacks will be no targets.
+          experts: the names of all parameters of experts; those missing from `terms` will not be targets.
         """
         own = {name: (self.rank(name), self.scale(name, rank)) for name, (rank, _) in terms.items()}
         ranks = {name: rank for name, (rank, _) in terms.items() if rank != own[name][0]}
@@ -183,7 +183,7 @@ class AdapterSettings:
 
 
 def new_settings(where: str, settings: Mapping[str, object], terms: Mapping[str, tuple[int, float]]) -> AdapterSettings:
-    """Returns the settings, completed by those of the first of the terms where they lack r and lora_alpha."""
+    """Returns the settings; missing r and lora_alpha are taken from the first term."""
     check_instance(where, settings, Mapping, "a mapping, the content of adapter_config.json")
     first = next(iter(terms.values()), None)
     own: dict[str, Any] = {}
@@ -194,7 +194,7 @@ def new_settings(where: str, settings: Mapping[str, object], terms: Mapping[str,
 
 
 def as_number(value: float) -> int | float:
-    """The value as PEFT writes it: whole numbers without a point."""
+    """The value as PEFT writes it: whole numbers without a decimal point."""
     return int(value) if value == int(value) else value
 
 

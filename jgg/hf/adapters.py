@@ -1,4 +1,4 @@
-"""Reads LoRA adapters of MoE layers from PEFT's folders, as a `LowRank` for each parameter, and writes them."""
+"""Reads LoRA adapters of MoE layers from PEFT's folders, as one `LowRank` per parameter, and writes them."""
 
 import dataclasses
 import json
@@ -38,7 +38,7 @@ class Adapter:
       layers: the adapters of experts: for the index of a decoder layer, a `jgg.LowRank` in w_layout "ekn" for each of
         the parameters "w_gate_up" and "w_down" that has one.
       others: tensors of other modules, such as attention, by their names in PEFT's file.
-      settings: the content of adapter_config.json. `save_adapter` completes it where keys are absent.
+      settings: the content of adapter_config.json. `save_adapter` adds missing keys.
     """
 
     layers: Mapping[int, Mapping[str, LowRank]]
@@ -49,27 +49,28 @@ class Adapter:
 def load_adapter(folder: str | Path, config: Mapping[str, object], *, is_expert_slowest: bool = False) -> Adapter:
     """Reads a LoRA adapter that PEFT wrote: adapter_config.json and adapter_model.safetensors.
 
-    PEFT stores the adapters of experts in one of two ways: per parameter that holds all experts of a layer
-    ("target_parameters", in the form of PEFT 0.21), or per module of each expert ("target_modules"). Both become one
-    LowRank per parameter of a layer. If gate and up are modules of rank r, it has rank 2 r: its a has their a side by
-    side, and its b is zero from gate's a to up's columns and from up's a to gate's. The `settings` of the result then
-    no longer name these modules. Dropout is not applied. As in PEFT, target_modules may name modules that the model
-    lacks.
+    PEFT stores the adapters of experts in one of two ways: one per parameter that holds all experts of a layer
+    ("target_parameters", in the form of PEFT 0.21), or one per module of each expert ("target_modules"). Both become
+    one LowRank per parameter of a layer. If gate and up are modules of rank r, the LowRank has rank 2 r: its a holds
+    both a side by side, and its b is zero from gate's a to up's columns and from up's a to gate's. The result's
+    `settings` then no longer name these modules. Dropout is not applied. As in PEFT, target_modules may name modules
+    that the model lacks.
 
     Args:
       folder: the adapter's folder.
       config: content of the model's config.json, as `read_config` returns it.
       is_expert_slowest: True for an adapter of fused experts that Unsloth wrote before 2026-09-17. The columns of its
-        lora_B begin with all ranks of expert 0, those of PEFT with rank 0 of all experts. Both have the same shape, so
+        lora_B begin with all ranks of expert 0; PEFT's begin with rank 0 of all experts. Both have the same shape, so
         nothing in the files tells them apart. `save_adapter` writes PEFT's order.
 
     Returns: an Adapter of NumPy arrays, whose scales are lora_alpha / r or, with use_rslora, lora_alpha / sqrt(r).
 
     Raises:
       FileNotFoundError: the folder or a file is missing.
-      ValueError: a file is damaged; a tensor of an expert is missing, is not expected or has a wrong shape; a tensor is
-        not of floats of 16 bits or more; a parameter of experts is a target without tensors; or the adapter is more
-        than low-rank terms, as with DoRA, biases or modules_to_save. The message names the file and the key or tensor.
+      ValueError: a file is damaged; a tensor of an expert is missing, is not expected or has a wrong shape; a tensor
+        does not hold floats of 16 bits or more; a parameter of experts is a target without tensors; or the adapter has
+        more than low-rank terms, such as DoRA, biases or modules_to_save. The message names the file and the key or
+        tensor.
       TypeError: an argument or a setting has the wrong type.
     """
     own, shapes, folder = family(config), moe_layer(config).shapes, as_path("folder", folder)
@@ -105,14 +106,14 @@ def names_of_experts(config: Mapping[str, object], layer: int, param: str) -> tu
 
 
 def modules_of_expert(config: Mapping[str, object], layer: int, param: str, expert: int) -> list[str]:
-    """The modules of one expert that "w_gate_up" or "w_down" is of, in the order of its columns; [] if it has none."""
+    """The modules of one expert that make up "w_gate_up" or "w_down", in column order; [] if it has none."""
     own = family(config)
     parts = [name.removesuffix(".weight") for name in own.tensors[param].names if "{e}" in name]
     return [own.block_name(layer) + part.replace("{e}", str(expert)) for part in parts]
 
 
 def left_out_by_peft(config: Mapping[str, object], modules: Collection[str]) -> str:
-    """What PEFT leaves out of an adapter of these modules, with some for each expert; "" if nothing."""
+    """What PEFT leaves out of an adapter of these modules, some of them of single experts; "" if nothing."""
     of_experts = {own.rpartition(".")[2] for param in FUSED for own in modules_of_expert(config, 0, param, 0)}
     others = [own for own in modules if ".experts." not in own]
     if not family(config).has_modules_in_peft:
@@ -147,20 +148,20 @@ def save_adapter(folder: str | Path, config: Mapping[str, object], adapter: Adap
 
     Terms that `load_adapter` read from target_parameters, and `others`, are written bit for bit. Terms that it read
     from each expert's modules are written as parameters of all experts. They compute the same, and PEFT itself converts
-    such modules this way in transformers 5. Ranks and scales that differ from the settings' r and lora_alpha go to
-    rank_pattern and alpha_pattern; PEFT 0.21 warns that they match no module, and uses them. lora_dropout becomes 0,
-    because PEFT has none for parameters.
+    such modules this way in transformers 5. Ranks and scales that differ from the settings' r and lora_alpha go into
+    rank_pattern and alpha_pattern; PEFT 0.21 warns that they match no module, but uses them. lora_dropout becomes 0,
+    because PEFT has no dropout for parameters.
 
     Args:
       folder: where to write; created if missing. An adapter already in it is replaced once both files are written.
       config: content of the model's config.json.
-      adapter: the adapter, from `load_adapter` or not. Where its settings lack r and lora_alpha, those of the first
-        LowRank are written, and PEFT's usual values of other keys. PEFT uses `others` only if the settings have their
+      adapter: the adapter, from `load_adapter` or not. If its settings lack r and lora_alpha, the first LowRank's are
+        written; other missing keys get PEFT's usual values. PEFT uses `others` only if the settings have their
         "target_modules".
 
     Raises:
-      ValueError: a term does not fit the config's layer, a name in `others` belongs to experts, or the settings have
-        what jgg does not; the message names it.
+      ValueError: a term does not fit the config's layer, a name in `others` belongs to experts, or jgg does not support
+        a setting; the message names it.
       TypeError: a part of the adapter has the wrong type.
       OSError: the folder cannot be written.
     """
@@ -210,5 +211,5 @@ def write_adapter(folder: Path, settings: Mapping[str, object], tensors: Mapping
 
 
 def _module_of(name: str) -> str:
-    """The module that a tensor's adapter is of, without PEFT's wrappers."""
+    """The module that a tensor's adapter belongs to, without PEFT's wrappers."""
     return name.removeprefix(PREFIX).partition(".lora_")[0].replace(".base_layer", "")

@@ -88,8 +88,8 @@ def from_hf(
       tensors: checkpoint tensors by name. Tensors of other blocks and layers are ignored, and each needed tensor is
         read once.
       layer: index of the decoder layer.
-      keep_quantized: if True, quantized weights become a QuantizedArray, with values in float8_e4m3fn or, of MXFP4,
-        two numbers in a byte; if False, the default, they are converted to bfloat16.
+      keep_quantized: if True, quantized weights become a QuantizedArray, with values in float8_e4m3fn or, for MXFP4,
+        two numbers per byte; if False, the default, they are converted to bfloat16.
 
     Raises:
       ValueError: a tensor is missing, is not expected in the block or has a wrong shape; the message names it. Or the
@@ -185,14 +185,14 @@ def param_shapes(config: Mapping[str, object]) -> dict[str, tuple[int, ...]]:
 
 
 class Checkpoint(Mapping[str, np.ndarray]):
-    """A mapping from names to the tensors in a folder of safetensors files; each is read when it is looked up.
+    """A mapping from names to the tensors in a folder of safetensors files; looking one up reads it.
 
     Args:
       path: folder with model.safetensors or, if there is none, model.safetensors.index.json and the files that it
         names. The names must not lead out of the folder, but the files may be symbolic links, as in the Hub's cache.
 
     Raises:
-      FileNotFoundError: there is no such folder, or a file of it is missing.
+      FileNotFoundError: the folder or one of its files is missing.
       ValueError: a file is damaged, or the index names a file outside of the folder; the message names the file.
     """
 

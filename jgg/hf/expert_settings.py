@@ -1,4 +1,4 @@
-"""Reads the settings of a layer's experts, as families share them, into the arguments of `MoELayer`."""
+"""Reads settings of a layer's experts that several families share into the arguments of `MoELayer`."""
 
 from typing import Any
 
@@ -10,11 +10,11 @@ ACTIVATIONS = {"silu": "swiglu", "gelu": "geglu", "gelu_pytorch_tanh": "geglu_ta
 
 
 def read_experts(settings: Settings, experts: str, hidden_features: str, **others: Any) -> Arguments:
-    """Returns the arguments of `MoELayer`, with others that a family has.
+    """Returns the arguments of `MoELayer`, together with a family's other arguments.
 
     Args:
       settings: the settings.
-      experts, hidden_features: the keys that the family has for the number of experts and for their hidden features.
+      experts, hidden_features: the family's keys for the number of experts and for their hidden features.
       others: more arguments.
     """
     num_experts, topk = settings.int(experts, most=_MOST_EXPERTS), settings.int("num_experts_per_tok")

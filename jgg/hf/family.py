@@ -19,14 +19,14 @@ class Family:
       block: name of the MoE block in a decoder layer; "" if its parts are modules of the layer itself.
       options: function from a config's settings to the arguments of `MoELayer`.
       tensors: the tensors of each parameter of the MoE block, with names relative to the block.
-      defaults: all keys of config.json that change the logits, with what transformers takes if a key is absent.
+      defaults: all keys of config.json that change the logits, with transformers' default for each.
       model: function from a config's settings to the arguments of `jgg.models.ModelConfig`.
       aliases: other names that transformers has for some of these keys.
-      only: keys of published configs that have one value in all models of the family, each with this value. Any other
-        value is refused.
+      only: keys of published configs that have the same value in all models of the family, each with this value. Any
+        other value is refused.
       without_effect: keys of published configs that change neither the logits nor what is stored.
-      fused: the tensors that transformers 5 writes for these parameters instead, if it is asked for its own format,
-        with names relative to the block `fused_block`. jgg reads them, and writes `tensors`.
+      fused: the tensors that transformers 5 writes for these parameters instead when asked for its own format, with
+        names relative to the block `fused_block`. jgg reads them, but writes `tensors`.
       layer: the tensors of a layer's other parameters, with names relative to the layer; a model has some of them.
       ends: the tensors of the parameters outside the layers.
       prefix: the beginning of tensor names, before "layers.N.".
@@ -34,12 +34,12 @@ class Family:
       fused_block: name of the MoE block in transformers 5, if it differs from the checkpoints' name.
       ignored: patterns of the names of tensors that a folder may have though the model does not use them. Saving
         copies them from the folder that the model was loaded from.
-      text_type: of a family whose config.json has its language model in "text_config", the model_type there.
+      text_type: the model_type in "text_config", for a family whose config.json has its language model there.
       outer: the language model's keys that are read next to "text_config", not in it, with transformers' defaults.
-      is_swapped: True if PEFT takes the in-features of fused experts for their out-features, which it does where they
+      is_swapped: True if PEFT confuses the in-features of fused experts with their out-features, as it does where they
         are stored [E, in, out] and transformers does not say so.
-      has_modules_in_peft: whether PEFT reads adapters of each expert's modules. It does for the types of models that
-        transformers' `_MODEL_TO_CONVERSION_PATTERN` has as "mixtral" or "qwen2_moe"; else it leaves them out.
+      has_modules_in_peft: whether PEFT reads adapters of each expert's modules. It does for model types that
+        transformers' `_MODEL_TO_CONVERSION_PATTERN` lists as "mixtral" or "qwen2_moe"; otherwise it leaves them out.
     """
 
     block: str
@@ -98,12 +98,12 @@ class Family:
     def stored(
         self, name: str, layer: int, names: Container[str], shape: tuple[int, ...] | None = None
     ) -> tuple[str, Tensor]:
-        """Returns the block and the tensors that hold a parameter of a layer, of those with these names.
+        """Returns the block and the tensors, among these names, that hold a parameter of a layer.
 
         Args:
           name: the parameter.
           layer: the layer's number.
-          names: the names; where `tensors` and `fused` have the same, a mapping to what has a shape.
+          names: the tensors' names; if `tensors` and `fused` have the same names, a mapping to values with a shape.
           shape: the parameter's shape, which then tells the two apart.
         """
         own = self.tensors[name], self.fused.get(name, self.tensors[name])
@@ -117,7 +117,7 @@ class Family:
     def _by_shape(
         self, own: tuple[Tensor, Tensor], name: str, tensors: Container[str], shape: tuple[int, ...] | None
     ) -> Tensor:
-        """The second of two tensors of one name if the shape of what is stored is its; as transformers has it."""
+        """Of two tensors with one name, the second if the stored shape fits it, as transformers chooses too."""
         if own[0] == own[1] or shape is None:
             return own[0]
         (_, of_second), *_ = own[1].shapes("", shape)

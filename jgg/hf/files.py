@@ -53,7 +53,7 @@ def errors_with(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator["safe_open"]:
-    """Opens a safetensors file; errors in opening it or in reading a tensor become errors that name the file."""
+    """Opens a safetensors file; errors when opening it or reading a tensor become errors that name the file."""
     from safetensors import SafetensorError, safe_open
 
     try:
@@ -92,7 +92,7 @@ def read_tensor(file: "safe_open", path: Path, name: str) -> np.ndarray:
 
 
 def _read_float8(path: Path, name: str, dtype: DTypeLike) -> np.ndarray:
-    """Reads a tensor of numbers of 8 bits, which safetensors 0.8 cannot: it asks NumPy, which has no such dtype.
+    """Reads a tensor of 8-bit floats. safetensors 0.8 cannot, because it asks NumPy for a dtype that NumPy lacks.
 
     Source: https://github.com/huggingface/safetensors#format
     """
@@ -107,9 +107,9 @@ def _read_float8(path: Path, name: str, dtype: DTypeLike) -> np.ndarray:
 def check_names(
     present: Set[str], expected: Iterable[str], where: str, is_ignored: Callable[[str], bool] = lambda name: False
 ) -> None:
-    """Raises ValueError with the first name that is missing, before it takes more of `expected`, or surplus.
+    """Raises ValueError for the first missing name, before taking more of `expected`, or for the first surplus one.
 
-    Names that are ignored may be surplus.
+    Ignored names may be surplus.
     """
     surplus = set(present)
     for name in sorted(expected) if isinstance(expected, Set) else expected:

@@ -1,4 +1,4 @@
-"""`download` fetches a model from the Hugging Face Hub; `folder_of` finds the folder that a path or a name leads to."""
+"""`download` fetches a model from the Hugging Face Hub; `folder_of` finds the folder for a path or a model's name."""
 
 import re
 from pathlib import Path
@@ -80,10 +80,10 @@ def download(name: str, *, revision: str | None = None) -> Path:
 
 
 def folder_of(folder: str | Path) -> Path:
-    """The folder at a path, or of a model of the Hub if there is none and the path reads as a name, "owner/model".
+    """The folder at a path or, if there is none and the path looks like "owner/model", the folder of the Hub's model.
 
     Raises:
-      ValueError: it is a file of GGUF, or a folder that has nothing else.
+      ValueError: it is a GGUF file, or a folder that has GGUF files but no safetensors files.
       OSError: as `download`.
     """
     path = as_path("folder", folder)

@@ -1,4 +1,4 @@
-"""Reads the settings of a whole model, as families share them, into the arguments of `jgg.models.ModelConfig`."""
+"""Reads settings of a whole model that several families share into the arguments of `jgg.models.ModelConfig`."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -76,7 +76,7 @@ def read_attention(settings: Settings, *, layer_type: str | None = None, **other
 
 
 def read_latent(settings: Settings) -> LatentConfig:
-    """Returns latent attention, in the keys of DeepSeek-V3."""
+    """Returns latent attention, read from DeepSeek-V3's keys."""
     heads = settings.int("num_attention_heads")
     if settings.given.get("num_key_value_heads") is not None:
         got = settings.int("num_key_value_heads")
@@ -140,7 +140,7 @@ def _head_features(settings: Settings) -> int:
 
 
 def _check_unused(settings: Settings) -> None:
-    """Raises where a setting is wrong that not all models use, or that none does but its users read."""
+    """Raises if a setting is wrong that only some models use, or that no model uses but its users read."""
     for key in ("intermediate_size", "max_position_embeddings", "sliding_window"):
         value = settings.get(key) if settings.defaults.get(key) is not None else None
         if value is not None and (key, value) != ("sliding_window", 0):  # transformers writes 0 where Qwen2 has none
@@ -167,7 +167,7 @@ def read_window(settings: Settings, is_used: bool = True) -> int | None:
 
 
 def read_dense_layers(settings: Settings, key: str, num_dense_layers: int) -> Arguments:
-    """Returns how many of the first layers have a dense MLP, as the setting of this key says, and their sizes."""
+    """Returns which layers have a dense MLP, the first `num_dense_layers`, and their sizes; messages name `key`."""
     num_layers = settings.int("num_hidden_layers")
     return read_mlps(settings, key, [number < num_dense_layers for number in range(num_layers)])
 
@@ -194,7 +194,7 @@ def read_mlp_types(settings: Settings, is_dense: Sequence[bool], *, also: str | 
 
 
 def read_mlps(settings: Settings, key: str, is_dense: Sequence[bool]) -> Arguments:
-    """Returns which layers have a dense MLP, as the setting of this key says, and their sizes."""
+    """Returns which layers have a dense MLP, `is_dense`, and their sizes; messages name `key`."""
     what = f"{sum(is_dense)} dense layers of {len(is_dense)}"
     check(not all(is_dense), f"One layer at least must have experts, got {what} by {key} and num_hidden_layers.")
     if not any(is_dense):
@@ -207,7 +207,7 @@ def read_mlps(settings: Settings, key: str, is_dense: Sequence[bool]) -> Argumen
 
 
 def check_keys(config: Mapping[str, object], own: Family) -> None:
-    """Raises ValueError if a key is neither read nor known to have no effect: it could change the model."""
+    """Raises ValueError for a key that is neither read nor known to have no effect, since it could change the model."""
     text, settings = language_model(config), own.settings(config)
     for key, value in own.only.items():
         settings.only(key, value)

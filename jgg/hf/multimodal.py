@@ -1,4 +1,4 @@
-"""Families of folders that have a language model and towers, which process images or sound."""
+"""Families of folders with a language model and towers, which process images or sound."""
 
 import dataclasses
 import re
@@ -25,16 +25,16 @@ def in_multimodal(
     towers: tuple[str, ...],
     outer: Mapping[str, object],
 ) -> Family:
-    """The family of the folders that have towers and a language model of another family.
+    """The family of folders that have towers and a language model of another family.
 
-    The tensors of towers are no part of the model.
+    The towers' tensors are not part of the model.
 
     Args:
-      text: the family of the language model alone, whose config.json is the "text_config" here.
-      text_type: its model_type.
-      prefix: the beginning of its tensors' names here; its own folders have another.
-      root: the beginning of the names that have no such prefix there, such as the head's.
-      towers: the beginnings of the names of other tensors.
+      text: the family of the language model alone; its config.json is the "text_config" here.
+      text_type: the language model's model_type.
+      prefix: how the language model's tensor names begin here; in its own folders they begin differently.
+      root: how names begin here that have no such prefix in its own folders, such as the head's.
+      towers: how the names of other tensors begin.
       outer: as in `Family`.
     """
 

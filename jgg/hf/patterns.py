@@ -6,7 +6,7 @@ _SECONDS = 5.0  # for one name; a pattern that is no trap takes microseconds
 
 
 def check_pattern(pattern: str) -> None:
-    """Raises ValueError, with the reason alone, unless `re` takes the pattern."""
+    """Raises ValueError, with only the reason, unless `re` accepts the pattern."""
     try:
         re.compile(pattern)
     except (re.error, RecursionError, OverflowError) as error:
@@ -29,5 +29,5 @@ def matches(pattern: str, name: str) -> bool:
 
 
 def matches_end(pattern: str, name: str) -> bool:
-    r"""Returns whether the pattern matches the name, or what follows one of its dots, as `matches` does."""
+    r"""Returns whether the pattern matches the whole name, or everything after one of its dots, as `matches` does."""
     return matches(rf"(?:.*\.)?(?:{pattern})", name)

@@ -1,4 +1,4 @@
-"""Quantization formats of Hugging Face checkpoints: FP8 with a scale for each block or row, and MXFP4 (gpt-oss)."""
+"""Quantization formats of Hugging Face checkpoints: FP8 with a scale per block or row, and MXFP4 (gpt-oss)."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping
@@ -27,8 +27,8 @@ class Quantization:
     tensor exactly.
 
     Attributes:
-      suffixes: added to a tensor's name, they give the names of its values and of its scales.
-      block: number of rows and of columns that share a scale, in the layout that the tensor has in transformers.
+      suffixes: what a tensor's name takes to become the name of its values and the name of its scales.
+      block: number of rows and of columns that share a scale, in transformers' layout of the tensor.
       read_values: converts stored values to those of a QuantizedArray [..., rows, columns].
       read_scales: converts stored scales to those of a QuantizedArray, [..., rows / block, columns / block].
       write_values, write_scales: the inverse of `read_values` and of `read_scales`.
@@ -98,7 +98,7 @@ def _block_of_fp8(how: Mapping[str, object]) -> tuple[int, int]:
 
 
 def _block_of_groups(how: Mapping[str, object]) -> tuple[int, int]:
-    """The block of weights that llm-compressor wrote, which must be the same in all groups of modules."""
+    """The block size of weights that llm-compressor wrote; it must be the same in all groups of modules."""
     groups = how.get("config_groups")
     found = {_block_of_group(group) for group in groups.values()} if isinstance(groups, Mapping) else {None}
     block = found.pop() if len(found) == 1 else None
@@ -111,7 +111,7 @@ def _block_of_groups(how: Mapping[str, object]) -> tuple[int, int]:
 
 
 def _block_of_group(group: object) -> tuple[int, int] | None:
-    """The block of a group's weights; None if they are in a format that jgg does not read."""
+    """The block size of a group's weights; None for a format that jgg does not read."""
     match group:
         case {"weights": {"type": "float", "num_bits": 8, "strategy": "channel"}}:
             return 1, ALL
@@ -121,7 +121,7 @@ def _block_of_group(group: object) -> tuple[int, int] | None:
 
 
 def _as_block(block: object) -> tuple[int, int] | None:
-    """The rows and columns that share a scale, of a list of both; None if it is none."""
+    """The rows and columns that share a scale, from a list of the two; None if it is not such a list."""
     if not isinstance(block, list | tuple) or len(block) != 2:
         return None
     rows, columns = block
@@ -219,7 +219,7 @@ class QuantizedTensors(Mapping[str, np.ndarray]):
         return self.parts_of(name) if name in self.names else (name,)
 
     def check(self, name: str, shape: tuple[int, ...], headers: Mapping[str, Header]) -> None:
-        """Raises ValueError unless headers say that a tensor in FP8 has this shape, and scales for each block."""
+        """Raises ValueError unless, by their headers, an FP8 tensor has this shape and a scale for each block."""
         of_values, of_scales = self.parts_of(name)
         if self.how.is_packed or headers[of_values].dtype != "F8_E4M3":
             return

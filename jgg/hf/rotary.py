@@ -15,7 +15,7 @@ _LARGEST = float(np.finfo(np.float32).max)
 def read_rotary(settings: Settings, head_features: int, layer_type: str | None = None) -> RotaryConfig:
     """The rotary embedding of heads with `head_features` features.
 
-    transformers 5 writes all keys into "rope_parameters"; others write "rope_scaling", and some keys next to it.
+    transformers 5 writes all keys into "rope_parameters"; other versions write "rope_scaling" and some keys next to it.
 
     Args:
       settings: the settings.
@@ -79,7 +79,7 @@ def _theta(value: object) -> float:
 
 
 def _context(settings: Settings, given: dict[str, object]) -> float:
-    """How many positions a model had before its frequencies were slowed down; takes the key out of `given`."""
+    """The number of positions a model had before its frequencies were slowed down; removes the key from `given`."""
     key = "original_max_position_embeddings"
     found = given.pop(key, settings.int("max_position_embeddings"))
     own = settings.get(key)
@@ -87,7 +87,7 @@ def _context(settings: Settings, given: dict[str, object]) -> float:
 
 
 def _rotated(settings: Settings, factor: object, head_features: int) -> int:
-    """How many features of a head are rotated; if they are odd, one more is."""
+    """The number of rotated features of a head, rounded up to an even number."""
     factor = 1.0 if factor is None else as_finite("partial_rotary_factor", factor)
     is_partial = settings.defaults["partial_rotary_factor"] is not None
     whole = f"partial_rotary_factor must be 1, as {settings.model_type} rotates all features, got {factor}."
@@ -101,8 +101,8 @@ def _rotated(settings: Settings, factor: object, head_features: int) -> int:
 def _proportional(frequencies: np.ndarray, part: object, given: dict[str, object]) -> np.ndarray:
     """The frequencies of all pairs of a head. The last ones are 0, so only a part of the pairs is rotated.
 
-    Unlike those of a partial embedding, the two features of a pair are half a head apart. Takes its keys out of
-    `given`. Source: `_compute_proportional_rope_parameters` of transformers.
+    Unlike in a partial embedding, the two features of a pair are half a head apart. Removes its keys from `given`.
+    Source: `_compute_proportional_rope_parameters` of transformers.
     """
     part = 1.0 if part is None else as_finite("partial_rotary_factor", part)
     check(0 <= part <= 1, f"partial_rotary_factor must be from 0 to 1, got {part}.")
@@ -114,9 +114,9 @@ def _proportional(frequencies: np.ndarray, part: object, given: dict[str, object
 def _yarn(
     frequencies: np.ndarray, theta: float, rotated: int, context: float, given: dict[str, object]
 ) -> tuple[np.ndarray, float]:
-    """Slows down low frequencies by `factor`, keeps high ones, and goes linearly from one to the other between.
+    """Slows down low frequencies by `factor`, keeps high ones, and interpolates linearly between the two.
 
-    Takes its keys out of `given`. Source: Peng et al., YaRN, 2023, 3.2 and 3.4.
+    Removes its keys from `given`. Source: Peng et al., YaRN, 2023, 3.2 and 3.4.
     """
     factor = _factor("yarn", given)
     fast, slow = (_as_positive(key, given.pop(key, default)) for key, default in (("beta_fast", 32), ("beta_slow", 1)))
@@ -135,9 +135,9 @@ def _yarn(
 
 
 def _llama3(frequencies: np.ndarray, context: float, given: dict[str, object]) -> np.ndarray:
-    """Slows down by `factor` what turns less than `low_freq_factor` times over the context, and keeps what turns often.
+    """Slows frequencies with under `low_freq_factor` turns over the context by `factor`, and keeps high ones.
 
-    Takes its keys out of `given`. Source: `apply_scaling` in the code of Llama 3.1.
+    Removes its keys from `given`. Source: `apply_scaling` in the code of Llama 3.1.
     """
     factor = _factor("llama3", given)
     low, high = (_as_positive(key, _required("llama3", given, key)) for key in ("low_freq_factor", "high_freq_factor"))
@@ -148,7 +148,7 @@ def _llama3(frequencies: np.ndarray, context: float, given: dict[str, object]) -
 
 
 def _slowed(frequencies: np.ndarray, factor: float, part: np.ndarray | float) -> np.ndarray:
-    """Frequencies with a part of each, from 0 to 1, divided by a factor."""
+    """Divides a part of each frequency, from 0 to 1, by a factor."""
     with np.errstate(over="ignore", invalid="ignore"):
         return frequencies * (1 - part) + frequencies / factor * part
 
@@ -158,13 +158,13 @@ def _factor(kind: str, given: dict[str, object]) -> float:
 
 
 def _required(kind: str, given: dict[str, object], key: str) -> object:
-    """Takes a key out of `given`, where this kind of rotary embedding has no default for it."""
+    """Removes and returns a key of `given` for which this kind of rotary embedding has no default."""
     check(key in given, f"rope_parameters of rope_type {kind!r} must have {key!r}, got {given}.")
     return given.pop(key)
 
 
 def _yarn_scale(factor: float, given: dict[str, object]) -> float:
-    """The factor of the rotated features: `attention_factor`, or what follows from `factor` and the mscales."""
+    """The factor of the rotated features: `attention_factor`, or else computed from `factor` and the mscales."""
     mscale, of_all = (as_finite(key, given.pop(key, 0)) for key in ("mscale", "mscale_all_dim"))
     check(mscale >= 0 and of_all >= 0, f"mscale and mscale_all_dim must be 0 or more, got {mscale} and {of_all}.")
     own, other, plain = (_mscale(factor, scale) for scale in (mscale, of_all, 1.0))
@@ -172,7 +172,7 @@ def _yarn_scale(factor: float, given: dict[str, object]) -> float:
 
 
 def _mscale(factor: float, scale: float) -> float:
-    """What YaRN multiplies by, where a context is `factor` times as long as in training."""
+    """What YaRN multiplies by for a context `factor` times as long as in training."""
     return 0.1 * scale * math.log(max(factor, 1)) + 1
 
 

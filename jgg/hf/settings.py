@@ -1,4 +1,4 @@
-"""Reads the settings of a language model in config.json, each with a check of its type."""
+"""Reads a language model's settings from config.json, and checks the type of each."""
 
 import copy
 from collections.abc import Mapping
@@ -41,13 +41,13 @@ def language_model(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 class Settings:
-    """A config's settings of a language model; missing ones have transformers' defaults.
+    """The settings of a language model in a config; missing ones have transformers' defaults.
 
     Args:
       config: content of config.json.
-      defaults: the keys that can be read, and the value of each key that the config lacks.
+      defaults: the keys that can be read, each with its value if the config lacks it.
       aliases: another name for some of these keys.
-      outer: the keys that are read next to "text_config", not in it, with the value of each that the config lacks.
+      outer: the keys that are read next to "text_config", not in it, each with its value if the config lacks it.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class Settings:
     def name(self, key: str) -> str:
         """The name that the config has for a key.
 
-        Raises: ValueError: it has two, with two values.
+        Raises: ValueError: the config has both names, with different values.
         """
         both = dict.fromkeys((key, self.aliases.get(key, key)))
         names = [name for name in both if self.given.get(name) is not None]
@@ -113,7 +113,7 @@ class Settings:
         return number
 
     def number(self, key: str) -> float:
-        """The value of a key that must be a number that float32 holds."""
+        """The value of a key, a number that must fit in float32."""
         number = as_finite(self.name(key), self.get(key))
         check(abs(number) <= _LARGEST_FLOAT, f"{self.name(key)} must be finite in float32, got {number}.")
         return number
@@ -123,9 +123,9 @@ class Settings:
         return as_flag(self.name(key), self.get(key))
 
     def only(self, key: str, value: object) -> None:
-        """Raises unless a setting has this value, the only one that `jgg.models` has.
+        """Raises unless a setting has this value, the only one that `jgg.models` supports.
 
-        A key that cannot be read may be absent or null, as transformers does not read it either.
+        A key that cannot be read may be absent or null, since transformers does not read it either.
         """
         is_read = key in self.defaults
         got = self.get(key) if is_read else self.given.get(key)

@@ -1,4 +1,4 @@
-"""`Tensor`: which tensors of a checkpoint hold a parameter, in which shapes; and the names that families share."""
+"""`Tensor`: which tensors of a checkpoint hold a parameter, and in which shapes; and names that families share."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -13,8 +13,8 @@ class Tensor:
     """The checkpoint tensors that hold one parameter: a single tensor, or several parts side by side.
 
     Attributes:
-      names: names of the parts, in their order along the out-features. A name with "{e}" stands for one tensor for
-        each expert, with the expert's number in place of "{e}"; the parameter stacks the experts.
+      names: names of the parts, in their order along the out-features. A name with "{e}" stands for one tensor per
+        expert, with the expert's number in place of "{e}"; the parameter stacks the experts.
       is_transposed: True if the file stores [.., out, in]; jgg always has [.., in, out].
       is_row: True if the file stores a vector [n] as [1, n].
     """
@@ -76,7 +76,7 @@ def as_row(name: str) -> Tensor:
 
 
 def experts(gate: str, up: str, down: str) -> dict[str, Tensor]:
-    """The parameters of experts that are stored one by one, in modules of these names."""
+    """The parameters of experts stored one by one in modules of these names."""
     gate, up, down = (f"experts.{{e}}.{name}.weight" for name in (gate, up, down))
     return {"w_gate_up": matrix(gate, up), "w_down": matrix(down)}
 

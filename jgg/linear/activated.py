@@ -1,4 +1,4 @@
-"""The activation between two dense products: one kernel on a GPU, whose rows do not depend on each other."""
+"""The activation between two dense products, on a GPU by one kernel, which computes each row independently."""
 
 import functools
 from typing import NamedTuple
@@ -12,9 +12,9 @@ from jgg.products.activate import ACTIVATE, Activate, Hidden
 
 
 def activated(pre_activation: jax.Array, activation: Activation, implementation: str | None = None) -> jax.Array:
-    """The hidden features [..., I] of a pre-activation [..., 2 * I], or [..., I] of one without a gate, in its dtype.
+    """The hidden features [..., I] of a pre-activation [..., 2 * I], or [..., I] without a gate, in its dtype.
 
-    The backward pass keeps the pre-activation alone.
+    The backward pass keeps only the pre-activation.
     """
     if is_plain_jax(implementation):
         return _plain(activation, pre_activation)

@@ -1,4 +1,4 @@
-"""The linear layer of one matrix: every row is multiplied by it."""
+"""The linear layer with a single matrix for all rows."""
 
 import jax
 import jax.numpy as jnp
@@ -93,9 +93,9 @@ def dense_layer(
 
 
 def dense_operands(linear: Linear, x: jax.Array, matrix: Matrix, bias: jax.Array | None = None) -> Operands:
-    """The operands of a `dense_layer`: all rows are of one group. Only kernels need x as a matrix [M, K].
+    """The operands of a `dense_layer`: all rows are in one group. Only kernels need x as a matrix [M, K].
 
-    All vary over the mesh axes over which one of them does.
+    If one operand varies over a mesh axis, all of them are made to.
     """
     problem = linear.problem
     rows_of_group = jnp.full(1, problem.num_rows, jnp.int32)

@@ -1,4 +1,4 @@
-"""`grouped_gemm` for checked arguments: one linear layer with a custom_vjp, and its three products alone."""
+"""`grouped_gemm` for checked arguments: one linear layer with a custom_vjp, and its three products separately."""
 
 import functools
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from jgg.products.dx import DX, Dx
 
 
 class Arrays(NamedTuple):
-    """The arrays as `jgg.grouped_gemm` takes them; x and the matrix are both quantized or neither is.
+    """The arrays as `jgg.grouped_gemm` takes them; x and the matrix are either both quantized or both not.
 
     Attributes:
       group_offset: integer scalar or [1], index of the first group whose matrix is in w, as in `jgg.ragged_dot`.
@@ -43,7 +43,7 @@ class Operands(NamedTuple):
 
 
 def compute_grouped_gemm(linear: Linear, arrays: Arrays) -> jax.Array:
-    """Computes y, which is differentiable in every array that is not quantized."""
+    """Computes y, differentiable in every array that is not quantized."""
     if isinstance(arrays.x, jax.Array) and not linear.is_plain:
         # named out here and not inside `_compute`, where jax.debug_nans would report NaN in its rows of no group
         arrays = arrays._replace(x=checkpoint_name(arrays.x, "jgg_x"))
@@ -56,7 +56,7 @@ def _compute(linear: Linear, arrays: Arrays) -> jax.Array:
 
 
 def compute(linear: Linear, operands: Operands) -> jax.Array:
-    """Computes one layer: differentiable by products, or in plain JAX if the layer is plain."""
+    """Computes one layer, with derivatives from products or, if the layer is plain, from JAX."""
     if linear.is_plain or not isinstance(operands.x, jax.Array):
         return layer.forward(linear, *operands)[0]
     return _differentiable(linear, operands)
@@ -69,7 +69,7 @@ def compute_forward(linear: Linear, arrays: Arrays) -> jax.Array:
 
 
 def _operands(linear: Linear, arrays: Arrays) -> Operands:
-    """The operands, with the bounds of the groups; all vary over the mesh axes over which one of them does."""
+    """The operands, with the bounds of the groups; if one varies over a mesh axis, all are made to."""
     arrays = arrays._replace(gather_indices=as_indices(arrays.gather_indices))
     if not isinstance(arrays.x, jax.Array):
         arrays = arrays._replace(x=jax.lax.stop_gradient(arrays.x), matrix=jax.lax.stop_gradient(arrays.matrix))
@@ -99,7 +99,7 @@ def _forward(linear: Linear, operands: Operands) -> tuple[jax.Array, _Residuals]
 
 
 def _backward(linear: Linear, residuals: _Residuals, dy: jax.Array) -> tuple[Operands]:
-    """All gradients; those that nobody asks for are dropped as dead code, with their products."""
+    """All gradients; JAX drops unused ones as dead code, together with their products."""
     (x, matrix, routes, bias), rows = residuals
     assert isinstance(x, jax.Array)
     problem, (bounds, gather_indices, topk_weights) = linear.problem, routes

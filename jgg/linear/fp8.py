@@ -49,7 +49,7 @@ def quantize_tokens(
 def quantize_weights(
     w: ArrayLike, dtype: DTypeLike = jnp.float8_e4m3fn, *, power_of_2_scales: bool = False
 ) -> QuantizedArray:
-    """Quantizes matrices with a scale for each block of 128 x 128, otherwise as `quantize_tokens`.
+    """Quantizes matrices like `quantize_tokens`, but with one scale per block of 128 x 128.
 
     Args:
       w: float [E, N, K] or [E, K, N].
@@ -138,11 +138,11 @@ class Fp8:
         return Format(jnp.dtype(self.gradient_dtype), self.power_of_2_scales)
 
     def weights(self, w: ArrayLike) -> QuantizedWeights:
-        """Quantizes weights [E, N, K] or [E, K, N], to be used more than once.
+        """Quantizes weights [E, N, K] or [E, K, N] once, for several uses.
 
-        Policies of `jax.checkpoint` know the weights in FP8 as "jgg_fp8_weights".
+        `jax.checkpoint` policies know the FP8 weights as "jgg_fp8_weights".
 
-        Raises: ValueError: w has another rank, or Explicit mesh axes split a block. TypeError: w is no float array.
+        Raises: ValueError: w has another rank, or Explicit mesh axes split a block. TypeError: w is not a float array.
         """
         return quantize_once("w", w, self)
 
@@ -154,15 +154,16 @@ def quantize_once(name: str, w: object, recipe: Fp8) -> QuantizedWeights:
 
 
 def both_forms(how: How, w: jax.Array, stored_as: Format) -> WeightForms:
-    """Quantizes a device's weights [E, N, K] or [E, K, N] in one reading, both straight and transposed."""
+    """Quantizes a device's weights [E, N, K] or [E, K, N], straight and transposed, reading them only once."""
     matrices = QUANTIZE_WEIGHTS(how, Quantize(w), stored_as=stored_as, keeps=True, transposes=True)
     return jax.tree.map(named, matrices).forms
 
 
 def named(array: jax.Array, name: str = "jgg_fp8_weights") -> jax.Array:
-    """Names an array for policies of `jax.checkpoint`; an array in FP8 is named as its bits.
+    """Names an array for `jax.checkpoint` policies; for an FP8 array, the name is given to its bits.
 
-    JAX passes kept floats through `reduce_precision`, which turns float8_e4m3fn values of 256 and more into inf.
+    Otherwise JAX would pass kept floats through `reduce_precision`, which turns float8_e4m3fn values of 256 and more
+    into inf.
     """
     return from_bits(checkpoint_name(as_bits(array), name), array.dtype)
 

@@ -1,4 +1,4 @@
-"""The public operations: grouped_gemm and the three products alone. They check arguments; `products` computes."""
+"""The public operations: grouped_gemm and its three products. They check arguments; `products` computes."""
 
 from typing import NamedTuple, Self
 
@@ -55,8 +55,8 @@ def grouped_gemm(
       group_sizes: integer [E], rows of each expert. A negative or too large size is clamped so that the rows end at M.
       topk: k, experts per token.
       gather_indices: integer [M], for each row in expert order its position t * k + j in token order. An index outside
-        [0, M) reads as zero and writes nowhere; if an index repeats, any one of its rows may write. Gradients are right
-        only if no position is named twice; `jgg.check` reports repeats.
+        [0, M) reads zero and writes nowhere; if an index repeats, any one of its rows may write. Gradients are correct
+        only if no index repeats; `jgg.check` reports repeats.
       permute_x: read row i of x at token `gather_indices[i] // topk`.
       permute_y: write row i of y at `gather_indices[i]`, so that y is in token order. Rows that no index names are
         unspecified.
@@ -68,8 +68,8 @@ def grouped_gemm(
         and b get gradients; w gets none, and no time is spent on one. x must not be quantized.
       w_layout: "enk" as PyTorch keeps weights, "ekn" as JAX does.
       precision: for float32, as in `jax.lax.dot`: on a GPU "default" multiplies in TF32, "high" in three TF32 passes
-        and "highest" in IEEE float32. A `jax.lax.DotAlgorithmPreset` counts as the first of these
-        that keeps as many bits.
+        and "highest" in IEEE float32. A `jax.lax.DotAlgorithmPreset` counts as the first of these that keeps at least
+        as many bits.
       preferred_element_type: dtype of the result; by default the dtype of x, or bfloat16 if x is quantized. If the
         result and x differ in dtype, y's cotangent is not rounded to the dtype of x: "xla" multiplies it in float32,
         and the kernels multiply the sum of two pieces in the dtype of x, skipping the second where it is zero.
@@ -118,7 +118,7 @@ def grouped_gemm_forward(
     kernel_config: KernelConfigForward | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The forward product of `grouped_gemm` alone; its derivative is plain JAX.
+    """Only the forward product of `grouped_gemm`; its derivative is plain JAX.
 
     Args:
       x, w: as in `grouped_gemm`.
@@ -151,7 +151,7 @@ def grouped_gemm_dx(
     kernel_config: KernelConfigDX | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The gradient of `grouped_gemm` in x alone; its own derivative is plain JAX.
+    """Only the gradient of `grouped_gemm` in x; its own derivative is plain JAX.
 
     Computes `dx[i] = (dy[i] @ w[e]) * topk_weights[i]` for every row i of each expert e, and with `permute_x` the sum
     of each token's rows.
@@ -190,7 +190,7 @@ def grouped_gemm_dw(
     kernel_config: KernelConfigDW | None = None,
     implementation: str | None = None,
 ) -> jax.Array:
-    """The gradient of `grouped_gemm` in w alone; its own derivative is plain JAX.
+    """Only the gradient of `grouped_gemm` in w; its own derivative is plain JAX.
 
     Computes `dw[e] = sum of topk_weights[i] * dy[i]^T x[i]` over the rows i of each expert e; zero for an expert
     without rows.
@@ -247,7 +247,7 @@ def _checked(
     precision: jax.lax.PrecisionLike,
     out_dtype: DTypeLike | None,
 ) -> tuple[GroupedGemmProblem, Arrays]:
-    """The problem and the arrays that the arguments of `grouped_gemm` give; w stays quantized only if x is."""
+    """The problem and the arrays for the arguments of `grouped_gemm`; w stays quantized only if x is."""
     if isinstance(x, QuantizedArray):
         check_instance("w", w, QuantizedArray, "a QuantizedArray, as x is")
         assert isinstance(w, QuantizedArray)

@@ -33,8 +33,8 @@ from jgg.products.up import UP
 def prepared(linear: Linear, matrix: Matrix, *, keeps: bool, name: str = "jgg_weights") -> Matrix:
     """The matrix with its weights as products read them.
 
-    Dense weights get the dtype of the rows. By a recipe, they are quantized if both passes are to use what is quantized
-    once: the recipe says so, or weights are wider than the rows, which would take long to read again.
+    Dense weights get the dtype of the rows. With a recipe, they are quantized once for both passes if the recipe says
+    so, or if they are wider than the rows and would take long to read again.
 
     Args:
       keeps: whether a backward pass will read the matrix.
@@ -52,10 +52,10 @@ def prepared(linear: Linear, matrix: Matrix, *, keeps: bool, name: str = "jgg_we
 
 
 def quantized_beside[Values](linear: Linear, matrix: Matrix, values: Values) -> tuple[Matrix, Values]:
-    """The matrix with the form that `forward` by a recipe reads; `values`, which may be on their way, come after it.
+    """The matrix in the form that `forward` reads with a recipe, and `values`, which may still be in transit meanwhile.
 
-    Weights that are quantized already stay out of the barrier: XLA copies what one takes out of the stacked weights of
-    all layers.
+    Weights that are already quantized stay out of the barrier: XLA would copy whatever a barrier takes out of the
+    stacked weights of all layers.
     """
     form = _read(linear, matrix, linear.problem.w_layout)
     if not isinstance(form, ToQuantize):
@@ -78,7 +78,7 @@ def kept(linear: Linear, matrix: Matrix) -> Matrix:
 def restored(linear: Linear, matrix: Matrix) -> Matrix:
     """What was `kept`, with quantized weights dequantized unless products multiply by them in FP8.
 
-    So the weights of all layers of a model need not be dense at once.
+    This way the weights of a model's layers need not all be dense at once.
     """
     if linear.recipe is not None or matrix.straight is None:
         return matrix
@@ -97,7 +97,7 @@ def forward(
     """Computes y, and the rows x @ a that `gradients` takes, [M, r], or None without factors.
 
     Args:
-      rows: x @ a, where they are there already.
+      rows: x @ a, if it is computed already.
     """
     operands = _operands(linear, x, matrix, routes, bias, rows)
     problem = linear.problem.quantized if isinstance(operands.x, QuantizedArray) else linear.problem
@@ -121,7 +121,7 @@ def forward_activated(
     bias: jax.Array | None,
     hidden: Hidden,
 ) -> tuple[Activated, jax.Array | None]:
-    """Computes the activation of y and, if it `keeps` y, y; and the rows x @ a. What it stores is quantized as rows."""
+    """Computes the activation of y, y if it `keeps` y, and the rows x @ a. Results are stored in the rows' format."""
     operands = _operands(linear, x, matrix, routes, bias)
     hidden = hidden._replace(stored_as=linear.row_format)
     problem = linear.problem if linear.row_format is None else linear.problem.quantized
@@ -187,7 +187,7 @@ def gradients(
 
 
 def weight_gradient(linear: Linear, x: Rows, dy: jax.Array, routes: Routes) -> jax.Array | None:
-    """Computes the gradient of dense weights; None for weights that are stored quantized."""
+    """Computes the gradient of dense weights; None for quantized weights."""
     if not linear.trains:
         return None
     operands = _outer_operands(linear.problem, x, dy, routes)
@@ -204,7 +204,7 @@ def factor_gradients(
     rows: jax.Array | None,
     d_rows: jax.Array | None,
 ) -> Factors | None:
-    """Computes the gradients of the factors, if there are some; the arguments are those of `gradients`."""
+    """Computes the gradients of the factors, if there are any; arguments as in `gradients`."""
     if matrix.factors is None:
         return None
     assert rows is not None and d_rows is not None
@@ -227,8 +227,8 @@ def gradient_of_b(linear: Linear, rows: jax.Array, dy: jax.Array, b: jax.Array, 
 def _kept_rows(operands: Forward) -> jax.Array | None:
     """The rows x @ a for the backward pass.
 
-    Without the barrier XLA launches their kernel twice in a scan: once for the product, and once to write them into the
-    stack of what the scan keeps.
+    Without the barrier, XLA launches their kernel twice in a scan: once for the product, and once to write the rows
+    into the stack that the scan keeps.
     """
     return None if operands.low_rank is None else barrier(operands.low_rank.rows)
 
@@ -240,7 +240,7 @@ def _of_groups[Arrays](linear: Linear, arrays: Arrays) -> Arrays:
 
 
 def _of_matrix[Arrays](linear: Linear, arrays: Arrays) -> Arrays:
-    """What DW returns as gradients of a layer's matrix: for a dense layer those of its one group."""
+    """What DW returns, as gradients of a layer's matrix: for a dense layer, its single group's."""
     return jax.tree.map(lambda array: array[0], arrays) if linear.problem.is_dense else arrays
 
 
@@ -275,7 +275,7 @@ def _operands(
 
 
 def _read(linear: Linear, matrix: Matrix, w_layout: str) -> QuantizedArray | ToQuantize:
-    """Weights that a product of quantized rows reads, [E, N, K]; without the form that it needs, it quantizes them."""
+    """Weights [E, N, K] for a product of quantized rows; the product quantizes them if the form it needs is missing."""
     is_transposed = w_layout == "ekn"
     form = matrix.transposed if is_transposed else matrix.straight
     if form is not None:

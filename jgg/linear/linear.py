@@ -1,4 +1,4 @@
-"""A linear layer without its arrays: what it computes, for whom, and which kernels may compute it."""
+"""A linear layer without its arrays: what it computes, on which device, and which kernels may compute it."""
 
 import dataclasses
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class Routes(NamedTuple):
 
 
 class Configs(NamedTuple):
-    """The configurations of a layer's kernels; None where one is chosen from the shapes and the device."""
+    """The configurations of a layer's kernels; None to choose one from the shapes and the device."""
 
     forward: KernelConfigForward | None = None
     dx: KernelConfigDX | None = None
@@ -49,8 +49,9 @@ class Linear:
       how: the implementation and the GPU.
       configs: the configurations of the kernels; products with the factors choose their own.
       recipe: the FP8 recipe that quantizes rows and weights before they are multiplied; None without FP8.
-      rows_are_gradients: rows are quantized by the recipe's format for gradients: this layer computes dX of another.
-      trains: whether dense weights get a gradient. Weights that are stored quantized get none.
+      rows_are_gradients: whether rows are quantized in the recipe's format for gradients, because this layer computes
+        another layer's dX.
+      trains: whether dense weights get a gradient. Quantized weights get none.
     """
 
     problem: GroupedGemmProblem
@@ -62,12 +63,12 @@ class Linear:
 
     @property
     def is_plain(self) -> bool:
-        """Whether it is computed in plain JAX, which JAX differentiates to any order."""
+        """Whether the layer is computed in plain JAX, which JAX differentiates to any order."""
         return self.problem.is_empty or (self.recipe is None and is_plain_jax(self.how.implementation))
 
     @property
     def how_or_plain(self) -> How | None:
-        """How its products are computed; None in plain JAX."""
+        """How the layer's products are computed; None in plain JAX."""
         return None if self.is_plain else self.how
 
     @property
@@ -79,7 +80,7 @@ class Linear:
 
     @property
     def transposed_problem(self) -> GroupedGemmProblem:
-        """The product that computes dX as a forward product by w^T, of dy in expert order."""
+        """The product that computes dX as a forward product of dy, in expert order, with w^T."""
         return dataclasses.replace(self.problem.transposed, permute_x=False, combine_y=self.problem.permute_x)
 
     def problem_of_a(self, a: jax.Array) -> GroupedGemmProblem:

@@ -1,4 +1,4 @@
-"""The LoRA adapters of a layer: their options, names and shapes, and the terms that they make."""
+"""The LoRA adapters of a layer: their options, names and shapes, and the low-rank terms made from them."""
 
 import dataclasses
 from collections.abc import Iterable, Mapping
@@ -20,8 +20,8 @@ class Lora:
     """The options of a layer's adapters.
 
     Attributes:
-      rank, alpha, targets: `lora_rank`, `lora_alpha` and `lora_targets` of `LayerOptions`. Where they are `checked`,
-        there is an alpha if there is a rank. A tuple has one number for each of the targets.
+      rank, alpha, targets: `lora_rank`, `lora_alpha` and `lora_targets` of `LayerOptions`. Once `checked`, there is an
+        alpha if there is a rank. A tuple has one number per target.
     """
 
     rank: int | tuple[int, ...] | None
@@ -30,12 +30,12 @@ class Lora:
 
     @classmethod
     def of_layer(cls, options: object) -> Self:
-        """The options that the fields of a layer give."""
+        """The options from a layer's fields."""
         return cls(*(getattr(options, f"lora_{field.name}") for field in dataclasses.fields(cls)))
 
     @classmethod
     def of_terms(cls, terms: Iterable[tuple[str, LowRank]]) -> Self:
-        """The options of the adapters of a model that has room for all of these terms, each of a target.
+        """Options for adapters that have room for all of these terms, each given with its target.
 
         A target's rank is the largest rank of its terms, and its scale is the first term's.
         """
@@ -53,11 +53,11 @@ class Lora:
 
     @property
     def of_a_layer(self) -> dict[str, Any]:
-        """The fields of a layer that these options give."""
+        """These options as fields of a layer."""
         return {f"lora_{name}": value for name, value in vars(self).items()}
 
     def checked(self, known: tuple[str, ...] = OF_EXPERTS) -> Self:
-        """The options, of targets among the `known` ones; raises if one of them is wrong."""
+        """The options, checked; raises if one is wrong, or if a target is not among the `known` ones."""
         rank, alpha, targets = self.rank, self.alpha, self.targets
         expected = f"a tuple of one or both of {known}" if len(known) == 2 else f"a tuple of some of {known}"
         check_instance("lora_targets", targets, tuple | list | str, expected)
@@ -94,7 +94,7 @@ class Lora:
         return value if isinstance(value, tuple) else (value,) * len(self.targets)
 
     def of(self, names: Mapping[str, str]) -> Self:
-        """The options of those targets that are among these names, each under the name that is given for it."""
+        """The options for the targets that `names` has, each renamed to the name given there."""
         there = [index for index, target in enumerate(self.targets) if target in names]
         if self.rank is None or not there:
             return type(self)(None, None, ())
@@ -104,7 +104,7 @@ class Lora:
         return type(self)(rank, alpha, tuple(names[self.targets[index]] for index in there))
 
     def shapes(self, weights: Mapping[str, tuple[int, ...]]) -> dict[str, tuple[int, ...]]:
-        """The shapes of a and b by name, for those of the weights, [E, K, N] or [K, N], that are targets."""
+        """The shapes of a and b by name, for the weights, [E, K, N] or [K, N], that are targets."""
         shapes: dict[str, tuple[int, ...]] = {}
         for target, rank in self.ranks.items():
             if target in weights:
@@ -124,7 +124,7 @@ class Lora:
         return {target: LowRank(params[a], params[b], self.scales[target]) for target, (a, b) in pairs.items()}
 
     def check_merged(self, params: Mapping[str, jax.Array]) -> None:
-        """Raises unless all adapters are as `merge` leaves them."""
+        """Raises unless all adapters are merged, as `merge` leaves them."""
         for target, term in self.terms(params).items():
             name = adapter_names(target)[1]
             check(not jnp.any(term.b), f"{name} must be zero, as merge_adapters() leaves it, to be saved.")
@@ -169,6 +169,6 @@ def target_of(name: str) -> str:
 
 
 def adapter_axes[Axis](target: str, axes: tuple[Axis, Axis], own: Axis) -> dict[str, tuple[Axis, ...]]:
-    """The axes of a and b, by name: of those of the weights [K, N], the one that each has, and `own` for r."""
+    """The axes of a and b, by name: each has one axis of the weights [K, N], and `own` for r."""
     (a, b), (rows, columns) = adapter_names(target), axes
     return {a: (rows, own), b: (own, columns)}

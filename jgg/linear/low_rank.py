@@ -23,7 +23,7 @@ _AXES = {"enk": {"b": "[E, N, r]", "a": "[E, r, K]"}, "ekn": {"a": "[E, K, r]", 
 @functools.partial(jax.tree_util.register_dataclass, data_fields=["a", "b"], meta_fields=["scale"])
 @dataclasses.dataclass(frozen=True)
 class LowRank:
-    """A LoRA term of rank r for each expert's weights; a pytree of a and b.
+    """A LoRA term of rank r for each expert's weights, as a pytree of a and b.
 
     Computes `delta[e] = scale * b[e] @ a[e]` in w_layout "enk", and `delta[e] = scale * a[e] @ b[e]` in "ekn". Arrays
     are checked when they are used. A term for w_gate_up has gate and up side by side or interleaved, like w_gate_up.
@@ -95,8 +95,8 @@ def as_low_rank(name: str, value: object, w_layout: str, shape: tuple[int, ...] 
       w_layout: "enk" or "ekn".
       shape: the shape of the term's weights; None for any.
 
-    Raises: ValueError: shapes disagree, its scale is not finite or w_layout is unknown. TypeError: it is no LowRank,
-      a or b is no float array, or its scale is no number.
+    Raises: ValueError: shapes disagree, its scale is not finite or w_layout is unknown. TypeError: it is not a LowRank,
+      a or b is not a float array, or its scale is not a number.
     """
     check_instance(name, value, LowRank, "a LowRank")
     assert isinstance(value, LowRank)

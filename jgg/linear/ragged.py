@@ -1,4 +1,4 @@
-"""Products of arrays with any number of axes by groups of rows, each reduced to one of two products of matrices."""
+"""Products by groups of rows for arrays with any number of axes, each reduced to one of two matrix products."""
 
 import functools
 import itertools
@@ -38,7 +38,7 @@ def contract_dense(
     out_dtype: DTypeLike,
     implementation: str | None,
 ) -> jax.Array:
-    """The product if the ragged dimension is free; a row is one index into it and the free dimensions after it."""
+    """The product for a free ragged dimension; a row is one index into it and the free dimensions after it."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     free = other_axes(lhs, lhs_contracted, lhs_batch)
     columns = other_axes(rhs, rhs_contracted, rhs_batch, numbers.rhs_group_dimensions)
@@ -76,7 +76,7 @@ def contract_ragged(
     out_dtype: DTypeLike,
     implementation: str | None,
 ) -> jax.Array:
-    """The product if the ragged dimension is contracted: for each group the sum over its rows."""
+    """The product for a contracted ragged dimension: the sum over each group's rows."""
     (lhs_contracted, rhs_contracted), (lhs_batch, rhs_batch) = numbers.dot_dimension_numbers
     free, columns = other_axes(lhs, lhs_contracted, lhs_batch), other_axes(rhs, rhs_contracted, rhs_batch)
     lhs_rows, rhs_rows = (axes[len(outer) :] for axes in (lhs_contracted, rhs_contracted))
@@ -213,7 +213,7 @@ def _converted(
     group_offset: jax.Array | None = None,
     num_groups: int | None = None,
 ) -> jax.Array:
-    """Rows in a dtype. If that is not their own dtype, rows of no group become zeros.
+    """Rows converted to a dtype. If they have another one, rows of no group become zeros.
 
     Otherwise jax.debug_nans would report a NaN in such rows.
     """
@@ -226,5 +226,5 @@ def _converted(
 
 
 def _common_dtype(*dtypes: DTypeLike) -> DTypeLike:
-    """The dtype of all if they are equal, otherwise float32, which holds the values of all."""
+    """The common dtype if all are equal, otherwise float32, which holds the values of all."""
     return dtypes[0] if all(dtype == dtypes[0] for dtype in dtypes) else jnp.dtype(jnp.float32)

@@ -34,7 +34,7 @@ def ragged_dot(
       precision: as in `grouped_gemm`.
       preferred_element_type: dtype of the result; by default the operand dtype with the larger range; for equal ranges,
         the one with more mantissa bits.
-      group_offset: integer scalar or [1], index of the first group whose matrix is in rhs, which has the matrices of
+      group_offset: integer scalar or [1], index of the first group whose matrix is in rhs; rhs has the matrices of
         groups group_offset to group_offset + g - 1. Rows of other groups are zero in the result.
       out_sharding: how to split the result over the Explicit axes of a mesh, a jax.NamedSharding or a jax.P. Operands
         are replicated, and every device computes the whole result before it is split.

@@ -1,8 +1,8 @@
-"""Dense layers that share x, as the queries, keys and values of attention do. With LoRA x is read once for all a.
+"""Dense layers that share x, such as the queries, keys and values of attention. With LoRA, x is read once for all a.
 
-The rows x @ a of all layers are one product, and so is the gradient of every a. The gradient of x is one product too,
-of the first layer's dy, which the others' dy follow along the reduced axis; a sum of separate products would be read
-and written once for each layer. Three layers of few rows without LoRA, as in decoding, are one kernel.
+The rows x @ a of all layers are one product, and so are the gradients of all a. The gradient of x is one product too:
+the dy of all layers follow one another along the reduced axis, since a sum of separate products would be read and
+written once per layer. Three layers with few rows and without LoRA, as in decoding, are one kernel.
 """
 
 import functools
@@ -32,9 +32,9 @@ class Operands(NamedTuple):
 
     Attributes:
       x: [M, K].
-      matrices: [K, N] of each layer, with factors.
-      biases: [N] or None of each layer.
-      routes: all rows are of one group.
+      matrices: [K, N] for each layer, with factors.
+      biases: [N] or None for each layer.
+      routes: all rows are in one group.
     """
 
     x: jax.Array
@@ -55,9 +55,9 @@ def dense_several(
 
     Args:
       x, implementation, batch_invariant: as in `dense`.
-      matrices, biases: as many of each as there are layers.
+      matrices, biases: one of each per layer.
 
-    Returns: [..., N] of each layer.
+    Returns: [..., N] for each layer.
     """
     pairs = list(zip(matrices, biases, strict=True))
     how: Any = {"implementation": implementation, "batch_invariant": batch_invariant}
@@ -74,7 +74,7 @@ def dense_several(
 
 
 def _are_few(layers: Layers, matrices: Sequence[Matrix], biases: Sequence[jax.Array | None]) -> bool:
-    """Whether PROJECT_FEW takes the layers, and kernels would compute the first one by itself too."""
+    """Whether PROJECT_FEW takes the layers, and kernels would also compute the first one alone."""
     problem = layers[0].problem
     are_dense = all(
         matrix.factors is None and matrix.dense is not None and matrix.dense.dtype == problem.dtype
@@ -130,7 +130,7 @@ def _forward(layers: Layers, operands: Operands) -> tuple[tuple[jax.Array, ...],
 
 
 def _backward(layers: Layers, residuals: _Residuals, gradients: tuple[jax.Array, ...]) -> tuple[Operands]:
-    """All gradients; those that nobody asks for are dropped as dead code, with their products."""
+    """All gradients; JAX drops unused ones as dead code, together with their products."""
     (x, matrices, biases, routes), rows = residuals
     each = list(zip(layers, gradients, _factors(matrices), strict=True))
     d_rows = jnp.concatenate([layer.rows_of_b(own, dy, of_own.b, routes) for own, dy, of_own in each], axis=1)
@@ -156,7 +156,7 @@ _differentiable.defvjp(_forward, _backward)
 def _gradient_of_x(
     layers: Layers, gradients: tuple[jax.Array, ...], matrices: tuple[Matrix, ...], d_rows: jax.Array, routes: Routes
 ) -> jax.Array:
-    """The sum of dy @ (w + a b)^T over the layers: the first one's product, with all other factors as its term."""
+    """The sum of dy @ (w + a b)^T over the layers: the first layer's product, with everything else as its term."""
     dtype, (dy, *others) = layers[0].problem.dtype, gradients
     first, *further = (matrix.dense for matrix in matrices)
     rows, reduced = _side_by_side(*others, d_rows), _side_by_side(*further, _joined_a(matrices).astype(dtype))
@@ -165,7 +165,7 @@ def _gradient_of_x(
 
 
 def _side_by_side(*arrays: jax.Array) -> jax.Array:
-    """All columns, and zeros up to a multiple of _COLUMNS: rows are aligned, and a mesh splits them evenly."""
+    """All columns, padded with zeros to a multiple of _COLUMNS, so that rows are aligned and split evenly."""
     joined = jnp.concatenate(arrays, axis=1)
     return jnp.pad(joined, ((0, 0), (0, -joined.shape[1] % _COLUMNS)))
 
@@ -179,22 +179,23 @@ def _factors(matrices: Sequence[Matrix]) -> tuple[Factors, ...]:
 
 
 def _joined_a(matrices: Sequence[Matrix]) -> jax.Array:
-    """a of all layers side by side, [K, sum of r], in their dtype; in float32 if they have several."""
+    """The a of all layers side by side, [K, sum of r], in their dtype, or in float32 if their dtypes differ."""
     each = [own.a for own in _factors(matrices)]
     dtype = each[0].dtype if len({a.dtype for a in each}) == 1 else jnp.float32
     return jnp.concatenate([a.astype(dtype) for a in each], axis=1)
 
 
 def _places(matrices: Sequence[Matrix]) -> list[slice]:
-    """The columns of each layer's a among those of all."""
+    """The columns of each layer's a in the joined a."""
     ends = list(itertools.accumulate(own.a.shape[1] for own in _factors(matrices)))
     return [slice(start, end) for start, end in zip([0, *ends], ends, strict=False)]
 
 
 def _with_joined(matrices: Sequence[Matrix]) -> tuple[Matrix, ...]:
-    """The matrices with the a of all layers, and with zeros in b for those of the others.
+    """The matrices with the a of all layers, and with zeros in b for the other layers' a.
 
-    So a layer reads the rows x @ a of all, and no slice of them is copied; a product's step has more columns than they.
+    This lets a layer read the rows x @ a of all layers without copying a slice. It costs nothing, since a product's
+    step has more columns than all these rows.
     """
     joined, places = _joined_a(matrices), _places(matrices)
     missing = ((at.start, joined.shape[1] - at.stop) for at in places)

@@ -1,7 +1,7 @@
-"""Products of matrices that are known to be symmetric, and the product of such a matrix with others.
+"""Matrix products whose result is known to be symmetric, and products with a symmetric matrix.
 
-Newton-Schulz iterations consist of them: x @ x^T, and polynomials of it, are symmetric, so that one half of each can be
-copied from the other.
+Newton-Schulz iterations are made of these: x @ x^T and its polynomials are symmetric, so one half of each can be copied
+from the other.
 """
 
 import jax
@@ -32,11 +32,10 @@ def symmetric_product(
     """Computes `scale * left @ right^T + add_scale * add + diagonal * I`, where `left @ right^T` is symmetric.
 
     The caller promises the symmetry: right is left, or both are polynomials of one symmetric matrix. `add` must be
-    symmetric too. Kernels compute the tiles on and below the diagonal and write the others as their mirror images. The
-    result is symmetric to the last bit. Otherwise two rounded polynomials would not quite commute, and iterations
-    would make the difference larger.
-    Products are summed in float32, and the result is rounded once. Kernels have no gradient rules of their own: JAX
-    differentiates the plain product.
+    symmetric too. Kernels compute the tiles on and below the diagonal and write the others as their mirror images, so
+    the result is symmetric to the last bit. Otherwise two rounded polynomials would not quite commute, and iterations
+    would make the difference larger. Products are summed in float32, and the result is rounded once. Kernels have no
+    gradient rules of their own: JAX differentiates the plain product.
 
     Args:
       left: float32, float16 or bfloat16 [..., N, K]; leading axes are batch axes.
@@ -45,9 +44,9 @@ def symmetric_product(
       add: float [..., N, N], or None for nothing.
       preferred_element_type: dtype of the result; by default the dtype of left.
       precision: for float32, as in `jgg.grouped_gemm`.
-      kernel_config: tiles [block_m, block_n] of the result in steps of block_k features, and which of left and right
-        TMA loads, as x and w of a forward product; None to choose. The kernel "hopper" computes what it can: 16 bits,
-        rows that are multiples of 16 bytes. Another kernel computes the rest.
+      kernel_config: tiles [block_m, block_n] of the result in steps of block_k features, and whether TMA loads left and
+        right, as x and w of a forward product; None to choose. The kernel "hopper" is used where it can be: with 16-bit
+        dtypes and rows that are multiples of 16 bytes. Another kernel computes everything else.
       implementation: as in `jgg.grouped_gemm`.
 
     Returns: [..., N, N].
@@ -130,7 +129,7 @@ def _check_like(name: str, array: jax.Array, shape: tuple[int, ...], like: str, 
 
 
 def _scalars(**values: ArrayLike) -> jax.Array:
-    """The values in one array, float32; raises if one is not a real scalar."""
+    """The values as one float32 array; raises if one is not a real scalar."""
     scalars = {name: as_array(name, value) for name, value in values.items()}
     for name, scalar in scalars.items():
         check_reals(name, scalar)

@@ -1,4 +1,4 @@
-"""Weights as users give them, as a `Matrix`."""
+"""Converts weights from users to a `Matrix`."""
 
 import functools
 
@@ -26,9 +26,10 @@ Weights = jax.Array | QuantizedArray | QuantizedWeights | WeightForms
 
 
 def as_matrix(name: str, value: ArrayLike | Weights) -> Matrix:
-    """Weights as a Matrix; what is quantized gets no gradient.
+    """Weights as a Matrix; quantized weights get no gradient.
 
-    Raises: TypeError: they are no array, or a QuantizedArray of other dtypes. ValueError: no blocks explain its scales.
+    Raises: TypeError: the weights are not an array, or are a QuantizedArray with unsupported dtypes. ValueError: no
+      block size explains the scales.
     """
     if isinstance(value, QuantizedWeights):
         array = as_array(f"{name}.array", value.array)
@@ -42,13 +43,13 @@ def as_matrix(name: str, value: ArrayLike | Weights) -> Matrix:
 
 
 def in_recipe(name: str, matrix: Matrix, recipe: Fp8 | None, dtype: DTypeLike) -> Matrix:
-    """The matrix with the forms that products by a recipe need of weights that are stored quantized.
+    """The matrix with the forms of quantized weights that products with a recipe need.
 
     Weights with blocks of 128 x 128 are copied to make the transposed form. Other weights are quantized again.
 
     Args:
-      name: of the weights, in messages.
-      dtype: what weights that are quantized again are dequantized to before, the dtype of x.
+      name: the weights' name in messages.
+      dtype: the dtype of x; weights that are quantized again are first dequantized to it.
 
     Raises: ValueError: QuantizedWeights are given without a recipe, or their array and their FP8 forms have different
       shapes.
@@ -73,11 +74,11 @@ def in_recipe(name: str, matrix: Matrix, recipe: Fp8 | None, dtype: DTypeLike) -
 
 
 def forms_of_forward(name: str, weights: Weights, recipe: Fp8, dtype: DTypeLike, how: How) -> WeightForms:
-    """What forward products by a recipe read of stacked weights [L, E, K, N]: the transposed form alone.
+    """What forward products with a recipe read of stacked weights [L, E, K, N]: only the transposed form.
 
     Args:
       name, dtype: as in `in_recipe`.
-      how: how the weights are quantized, if they are not yet.
+      how: how to quantize the weights, if they are not quantized yet.
     """
     # not in the loop over layers, before which XLA would transpose all of them, to copy one after the other
     if isinstance(weights, QuantizedArray) and _has_blocks(weights):

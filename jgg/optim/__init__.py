@@ -1,4 +1,4 @@
-"""Optimizers of optax for stacks of matrices: Muon, and the orthogonalization that it is made of."""
+"""optax optimizers for stacks of matrices: Muon, and the orthogonalization it is built on."""
 
 from jgg.optim.clipping import qk_clip
 from jgg.optim.newton_schulz import orthogonalize

@@ -1,4 +1,4 @@
-"""`qk_clip`: scales queries and keys of a model whose attention has too large logits, as MuonClip does."""
+"""`qk_clip`: scales down queries and keys where attention logits are too large, as MuonClip does."""
 
 from collections.abc import Mapping
 
@@ -22,7 +22,7 @@ def qk_clip(model: Decoder, max_logits: Mapping[str, ArrayLike], threshold: floa
     head whose largest logit is NaN or infinite does not count as above the threshold.
 
     LoRA adapters of queries and keys are scaled together with their matrices, even if the matrices are frozen. In that
-    case save the model, not just the adapters.
+    case, save the model and not only the adapters.
 
     In latent attention all heads share the rotated keys. These do not change, and the rotated queries are multiplied by
     the whole factor. If a model normalizes queries and keys, the scales of the norms are multiplied; if all heads of a
@@ -30,8 +30,9 @@ def qk_clip(model: Decoder, max_logits: Mapping[str, ArrayLike], threshold: floa
     and nothing changes. In a model that clips the values of queries and keys, the largest logit ends up only close to
     the threshold.
 
-    The bound holds for the measured logits. As each layer's output changes, later layers' logits may exceed the
-    threshold when measured again after the call (0.82 to 1.24 of it where all layers were clipped).
+    The bound holds for the measured logits. Since each layer's output changes, later layers' logits may exceed the
+    threshold when measured again after the call (they were 0.82 to 1.24 times the threshold where all layers were
+    clipped).
 
     Call it after a step of the optimizer, with the logits of that step's batch or of a part of it. In a compiled
     program, the model must be an argument of an `nnx.jit` function.
@@ -115,15 +116,15 @@ def _of_heads(own: AttentionConfig, factors: jax.Array) -> tuple[jax.Array, jax.
 
 
 def _each(parts: tuple[tuple[jax.Array, int], ...]) -> jax.Array:
-    """Factors of features [layers, features], of each head's parts: [layers, heads] and their numbers of features."""
+    """Factors [layers, features], from the parts of each head: factors [layers, heads] and a number of features."""
     repeated = [jnp.repeat(factors[:, :, None], count, axis=2) for factors, count in parts]
     return jnp.concatenate(repeated, axis=2).reshape(len(parts[0][0]), -1)
 
 
 def _scale(mixer: nnx.Module, name: str, factors: jax.Array, offset: float = 0.0) -> None:
-    """Multiplies a parameter [layers, ..., features], to which `offset` is added where it is used, by its features.
+    """Multiplies a parameter [layers, ..., features] by a factor per feature, and so the b of its adapter, if any.
 
-    The b of a matrix's adapter has the same features.
+    Where the model uses the parameter plus `offset`, the factor applies to that sum.
     """
     names = [name, *(own for own in adapter_names(name)[1:] if hasattr(mixer, own))]
     for variable in (getattr(mixer, own) for own in names):

@@ -36,7 +36,7 @@ NAMES = "standard", "dion", "polar_express"
 
 
 def coefficients_of(ns_coeffs: CoefficientsLike, ns_steps: int) -> Coefficients:
-    """The a, b and c of each iteration; raises where the arguments of these names are wrong."""
+    """The a, b and c of each iteration; raises if an argument is wrong."""
     steps = as_int("ns_steps", ns_steps, 1)
     if isinstance(ns_coeffs, str):
         check_one_of("ns_coeffs", ns_coeffs, NAMES)

@@ -40,9 +40,9 @@ def orthogonalize(
     `14 N^3 + 6 N^2 K` multiplications and additions instead of `5 N^3 + 15 N^2 K`, as all products except those with x
     are symmetric and only half of each is computed; with "polar_express", `11 N^3 + 9 N^2 K`. Rounding gives R negative
     eigenvalues the size of the dtype's precision, and each iteration makes them larger. So x is multiplied and R is
-    recomputed after three iterations, or after two where they are as steep as the first of "polar_express". In float16
-    "gram" is then about as exact as "standard". In bfloat16 its error can be as large as the result, so it is refused.
-    In float32 it is always accurate.
+    recomputed after three iterations, or after two if they are as steep as the first of "polar_express". In float16,
+    "gram" is then about as accurate as "standard". In bfloat16 its error can be as large as the result, so bfloat16 is
+    refused. In float32 it is always accurate.
 
     float16 has eight times bfloat16's precision, at the same speed on tensor cores. Its smaller range does not matter
     here, because matrices are scaled first.
@@ -56,19 +56,19 @@ def orthogonalize(
     Args:
       x: float32, bfloat16 or float16 [..., N, K].
       ns_coeffs: three numbers; or three numbers per iteration, and then `ns_steps` is not used; or a name. "standard"
-        is Muon's (3.4445, -4.7750, 2.0315). "dion" is Dion's five. "polar_express" is Polar Express's for any ns_steps,
-        which brings singular values down to 1e-3 of the norm closest to 1.
+        is Muon's (3.4445, -4.7750, 2.0315). "dion" is Dion's five. "polar_express" is Polar Express's, for any
+        ns_steps: the polynomials that bring singular values down to 1e-3 of the norm closest to 1.
       ns_steps: number of iterations.
       eps: added to the norm of each matrix.
       ns_dtype: dtype of the iterations. The norm is computed in float32.
       ns_method: "standard" or "gram"; by default "gram" where N and K differ and ns_dtype is not bfloat16.
-      implementation: as in `jgg.grouped_gemm`, of the symmetric products and of those with x.
+      implementation: as in `jgg.grouped_gemm`, for the symmetric products and the products with x.
 
     Returns:
       [..., N, K] in the dtype of x.
 
     Raises:
-      ValueError: x is no matrix, or coefficients, a method or an implementation is wrong, or "gram" with bfloat16.
+      ValueError: x is not a matrix; coefficients, a method or an implementation is wrong; or "gram" with bfloat16.
       TypeError: a dtype is wrong.
 
     Source: Jordan et al., Muon, 2024, https://kellerjordan.github.io/posts/muon/; Amsel et al., The Polar Express,
@@ -85,7 +85,7 @@ def orthogonalize(
 
 
 def checked_method(ns_dtype: DTypeLike, ns_method: str | None) -> tuple[jnp.dtype, str | None]:
-    """The arguments of these names; raises if one is wrong."""
+    """The arguments, checked; raises if one is wrong."""
     dtype = as_dtype("ns_dtype", ns_dtype, DTYPES)
     if ns_method is not None:
         check_one_of("ns_method", ns_method, METHODS)
@@ -95,9 +95,9 @@ def checked_method(ns_dtype: DTypeLike, ns_method: str | None) -> tuple[jnp.dtyp
 
 
 def scaled(x: jax.Array, eps: float, dtype: DTypeLike, axes: tuple[tuple[int, ...], ...] = ((-2,), (-1,))) -> jax.Array:
-    """Each matrix with the norm `_scale`, as `iterate` takes it; `axes` are those of its rows and of its columns.
+    """Scales each matrix to the norm `_scale`, as `iterate` takes it; `axes` are the axes of rows and of columns.
 
-    So the numbers of matrices of any size are far from the ends of float16's range.
+    This keeps the numbers of matrices of any size far from the ends of float16's range.
     """
     x = x.astype(jnp.float32)
     rows, columns = (math.prod(x.shape[axis] for axis in own) for own in axes)
@@ -111,7 +111,7 @@ def scaled(x: jax.Array, eps: float, dtype: DTypeLike, axes: tuple[tuple[int, ..
 
 
 def _scale(rows: int, columns: int) -> float:
-    """The power of two below the square root of the smaller axis: singular values that are all equal are near 1."""
+    """The power of two below the square root of the smaller axis, so that equal singular values are near 1."""
     return 2.0 ** (int(math.log2(max(min(rows, columns), 1))) // 2)
 
 

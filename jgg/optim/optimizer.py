@@ -1,4 +1,4 @@
-"""`muon`: the optimizer of optax of this name, for stacks of matrices on one or several devices."""
+"""`muon`: the optax optimizer of this name, for stacks of matrices on one or several devices."""
 
 import functools
 from collections.abc import Callable
@@ -95,7 +95,7 @@ def muon(
         what devices exchange.
 
     Returns:
-      An optimizer of optax; updates have the dtypes of the gradients.
+      An optax optimizer; updates have the dtypes of the gradients.
 
     Raises:
       ValueError: an argument is wrong; in `init`, no parameter is a matrix, or numbers do not fit a parameter.
@@ -161,7 +161,7 @@ def _labels(numbers: Tree, params: optax.Params) -> optax.Params:
 
 
 def _orthogonal_momentum(options: _Options, numbers: Tree, shardings: Tree) -> optax.GradientTransformation:
-    """Updates that are the means of gradients, made orthogonal and scaled by their shapes."""
+    """Updates: the momentum of each matrix, orthogonalized and scaled by its shape."""
 
     def init(params: optax.Params) -> MuonState:
         for param, own in zip(jax.tree.leaves(params), of_leaves(numbers, params), strict=True):
@@ -196,10 +196,10 @@ def _updated(
     numbers: MuonDimensionNumbers,
     sharding: jax.sharding.Sharding | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The update of a parameter and its new mean of gradients.
+    """The update of a parameter and its new momentum.
 
-    Only one other array of the parameter's size is computed. It holds the matrices in 16 bits, first as `scaled`, then
-    orthogonal.
+    This computes only one other array of the parameter's size. It holds the matrices in 16 bits, first scaled, then
+    orthogonalized.
     """
     axes = matrix_axes(gradient.shape, numbers)
     beta, g = jnp.asarray(options.beta, jnp.float32), gradient.astype(jnp.float32)

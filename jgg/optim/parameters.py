@@ -23,7 +23,7 @@ def matrices(params: optax.Params) -> optax.Params:
     1, taps] or the gate of shared experts [H, 1].
 
     Args:
-      params: a pytree of arrays, in which dicts, `nnx.State` among them, have the names.
+      params: a pytree of arrays, named by its dicts, including `nnx.State`.
 
     Returns:
       The same pytree with `MuonDimensionNumbers(-2, -1)` for each matrix and None for every other array.
@@ -40,10 +40,10 @@ def matrices(params: optax.Params) -> optax.Params:
 
 
 def of_leaves(tree: object, params: optax.Params) -> list[Any]:
-    """What a pytree, or a function that makes one of the parameters, has for each array of `params`.
+    """The value that a pytree, or a function that makes one from the parameters, has for each array of `params`.
 
-    It has the structure of the parameters or a prefix of it. The parameters may be some of its own, the others masked
-    as `optax.partition` does.
+    The pytree has the structure of the parameters or a prefix of it. `params` may be a part of the parameters, with the
+    others masked as `optax.partition` does.
     """
     tree = tree(params) if callable(tree) else tree
     is_leaf = lambda value: value is None or isinstance(value, MuonDimensionNumbers)  # noqa: E731
@@ -59,12 +59,12 @@ def of_leaves(tree: object, params: optax.Params) -> list[Any]:
 
 
 def _keys(path: tuple[object, ...]) -> tuple[object, ...]:
-    """The path without the variables of Flax NNX, which states have and optimizers take away."""
+    """The path without Flax NNX variables, which states have and optimizers remove."""
     return tuple(key for key in path if key != jax.tree_util.GetAttrKey("value"))
 
 
 def matrix_axes(shape: tuple[int, ...], numbers: MuonDimensionNumbers) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The axes of an array that are a matrix's rows, which a product sums over, and its columns."""
+    """The axes of an array that index a matrix's rows, which a product sums over, and its columns."""
     ndim = len(shape)
     found = []
     for axes in (numbers.reduction_axis, numbers.output_axis):

@@ -1,4 +1,4 @@
-"""Orthogonalizes one parameter, a stack of matrices at a time, where a mesh has its parts."""
+"""Orthogonalizes one parameter, a stack of matrices at a time, split over a mesh."""
 
 import functools
 import math
@@ -13,16 +13,16 @@ Axes = tuple[tuple[int, ...], tuple[int, ...]]  # of a parameter: a matrix's row
 
 
 def map_stacks(iterate: Iterate, x: jax.Array, axes: Axes, sharding: jax.sharding.Sharding | None = None) -> jax.Array:
-    """Applies `iterate` to all matrices of a parameter x, in place, those of one index of its first axes at a time.
+    """Applies `iterate` to all matrices of a parameter x, in place, one stack at a time.
 
     Args:
-      axes: the axes of x that are a matrix's rows and columns. The last of the others counts the matrices of a stack,
-        such as the experts of a layer, and those before it count stacks.
-      sharding: the NamedSharding of x, whose axes of a mesh may split anything. Where one splits matrices, devices
-        exchange parts of a stack, so that each has some of its matrices whole, and back; where one splits stacks or a
-        stack, nothing moves. Along axes of the mesh that do not split x, devices share out the matrices of a stack, if
-        they divide them, and gather the results; else they all do the same. None for one device, for what the type of
-        x says of Explicit axes, or for what XLA makes of Auto axes.
+      axes: the axes of x that index a matrix's rows and columns. The last remaining axis counts the matrices of a
+        stack, such as the experts of a layer, and the axes before it count stacks.
+      sharding: the NamedSharding of x, whose mesh axes may split any axis. Where one splits matrices, devices exchange
+        parts of a stack, so that each has some whole matrices, and then exchange them back. Where one splits stacks or
+        the matrices of a stack, nothing moves. Along mesh axes that do not split x, devices share out the matrices of
+        a stack, if their number divides evenly, and gather the results; otherwise they all do the same work. None for
+        one device, for Explicit axes, where the type of x has the sharding, or to let XLA decide for Auto axes.
     """
     if x.size == 0:
         return x
@@ -41,14 +41,14 @@ def map_stacks(iterate: Iterate, x: jax.Array, axes: Axes, sharding: jax.shardin
 
 
 def placed(array: jax.Array, sharding: jax.sharding.Sharding | None) -> jax.Array:
-    """The array, which XLA must split in this way and no other; types say it of arrays on Explicit axes."""
+    """The array, constrained to this sharding for XLA; on Explicit axes its type already says so."""
     if not isinstance(sharding, jax.NamedSharding) or set(sharding.mesh.axis_types) != {jax.sharding.AxisType.Auto}:
         return array
     return jax.lax.with_sharding_constraint(array, sharding)
 
 
 def _on_device(iterate: Iterate, x: jax.Array, axes: Axes, exchanged: dict[int, tuple[str, ...]]) -> jax.Array:
-    """`map_stacks` of a device's part; `exchanged` are the axes of the mesh that split an axis of the matrices."""
+    """`map_stacks` for a device's part; `exchanged` has the mesh axes that split each axis of the matrices."""
     first = [axis for axis in range(x.ndim) if axis not in sum(axes, ())]
     order = (*first, *axes[0], *axes[1])
     x = x.transpose(order)
@@ -73,7 +73,7 @@ def _on_device(iterate: Iterate, x: jax.Array, axes: Axes, exchanged: dict[int, 
 
 
 def _exchange(stack: jax.Array, moves: list[tuple[int, tuple[str, ...]]]) -> jax.Array:
-    """A device's part of all matrices [G, ...], exchanged for some matrices that are whole."""
+    """Exchanges a device's part of all matrices [G, ...] for some whole matrices."""
     devices = math.prod(jax.lax.axis_size(name) for _, names in moves for name in names)
     missing = -len(stack) % devices
     if missing:  # zeros stay zero
@@ -90,7 +90,7 @@ def _exchange_back(stack: jax.Array, moves: list[tuple[int, tuple[str, ...]]]) -
 
 
 def _names(spec: P, ndim: int) -> list[tuple[str, ...]]:
-    """The axes of the mesh that split each axis of an array."""
+    """The mesh axes that split each axis of an array."""
     parts = (*spec, *[None] * (ndim - len(spec)))
     return [() if part is None else part if isinstance(part, tuple) else (part,) for part in parts]
 
@@ -106,7 +106,7 @@ def _shared(
     names: list[tuple[str, ...]],
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
 ) -> tuple[str, ...]:
-    """The axes of the mesh that split nothing yet, and along which devices can share out a stack's matrices."""
+    """The mesh axes that split nothing yet, along which devices can share out a stack's matrices."""
     stack = _stack_axis(len(shape), axes)
     if stack is None:
         return ()
