@@ -1,1 +1,1 @@
-"""The experts' MLP: its steps in the dtype of x or in FP8, and the exchange of tokens between devices."""
+"""The experts' MLP, in the dtype of x or in FP8, and the exchange of tokens between devices."""

@@ -37,7 +37,7 @@ class ResidualNames(NamedTuple):
     """The names that `jax.checkpoint` policies use for what `jgg.moe_mlp` keeps for the backward pass.
 
     Attributes:
-      weights: the weights cast to the dtype of x, if they have another.
+      weights: the weights cast to the dtype of x, if they have another dtype.
     """
 
     x: str = "jgg_x"
@@ -54,7 +54,7 @@ class ExpertWeights(NamedTuple):
     b_down: jax.Array | None = None
 
     def in_recipe(self, recipe: Fp8 | None, dtype: DTypeLike) -> Self:
-        """The parameters with the forms that products by a recipe need of weights that are stored quantized."""
+        """The parameters with the forms of quantized weights that products with a recipe need."""
         gate_up = in_recipe("w_gate_up", self.gate_up, recipe, dtype)
         return self._replace(gate_up=gate_up, down=in_recipe("w_down", self.down, recipe, dtype))
 
@@ -94,7 +94,7 @@ class MlpOptions:
         spare_sms: int = 0,
         expected_rows: int | None = None,
     ) -> "MlpOptions":
-        """The options that these arguments of `jgg.moe_mlp` give; raises if one of them is wrong."""
+        """The options from these arguments of `jgg.moe_mlp`; raises if one is wrong."""
         activation, interleaved = find_activation(activation), as_flag("interleaved", interleaved)
         check_quantization(quantization)
         spare_sms = as_int("spare_sms", spare_sms, least=0)
@@ -130,7 +130,7 @@ def _matrix(name: str, w: ArrayLike | Weights, term: LowRank | None, w_layout: s
 
 
 def check_shapes(x: Shaped, weights: ExpertWeights, options: MlpOptions) -> None:
-    """Raises where the tokens and the parameters disagree, with each other or with the activation."""
+    """Raises if the tokens and the parameters disagree with each other or with the activation."""
     as_dtype("x", x.dtype, DTYPES)
     check_rank("x", x, "[T, H]")
     for name, w in (("w_gate_up", weights.gate_up), ("w_down", weights.down)):
@@ -184,7 +184,7 @@ def checked_routing(x: jax.Array, routing: Routing, num_experts: int) -> Routing
 
 
 def check_choices(x: Shaped, topk_weights: Shaped, topk_indices: Shaped, prefix: str = "") -> None:
-    """Raises unless both are [T, k], the weights floats and the indices integers; errors put `prefix` before names."""
+    """Raises unless both are [T, k], with float weights and integer indices; errors put `prefix` before names."""
     as_dtype(f"{prefix}topk_weights", topk_weights.dtype, DTYPES)
     check_rank(f"{prefix}topk_weights", topk_weights, "[T, k]")
     check_integers(f"{prefix}topk_indices", topk_indices)

@@ -1,4 +1,4 @@
-"""The backward pass of the expert MLP: its gradients, from what the forward pass kept."""
+"""The backward pass of the expert MLP: gradients from what the forward pass kept."""
 
 from typing import Any, NamedTuple
 
@@ -35,8 +35,8 @@ class Kept(NamedTuple):
 def _restored(mlp: MoeMlp, operands: Operands, dy: jax.Array) -> tuple[Operands, jax.Array]:
     """What the backward pass reads.
 
-    The barrier keeps XLA from dequantizing weights once for both passes, and so from keeping them dense. Only scales
-    are behind it: XLA copies what a barrier takes out of the stacked weights of all layers.
+    The barrier keeps XLA from dequantizing weights once for both passes, which would keep them dense. Only scales are
+    behind it: XLA copies whatever a barrier takes out of the stacked weights of all layers.
     """
     gate_up, down = operands.gate_up, operands.down
     if mlp.up.recipe is None and (gate_up.is_quantized or down.is_quantized):
@@ -50,10 +50,10 @@ def _restored(mlp: MoeMlp, operands: Operands, dy: jax.Array) -> tuple[Operands,
 def _activation_backward(
     mlp: MoeMlp, operands: Operands, routes: Routes, weights: jax.Array, kept: Kept, dy: Rows
 ) -> tuple[ActivationGradients, jax.Array | None]:
-    """The gradient of the pre-activation, hidden features, and the sums that the router's gradient is made of.
+    """The gradient of the pre-activation, hidden features, and the sums that the router's gradient needs.
 
-    With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so that no product need be kept. Also
-    returns the rows dy @ b of w_down's factors, or None.
+    With weights p and z = dy @ down^T: d hidden = p * z and dp = hidden . z, so no product has to be kept. Also returns
+    the rows dy @ b of w_down's factors, or None.
     """
     down = operands.down.of_transposed_layer
     if operands.exchange is not None:
@@ -77,7 +77,7 @@ def _factors_of_down(
     hidden: jax.Array,
     dy: Rows,
 ) -> Factors | None:
-    """The gradients of w_down's factors, by the transposed layer, whose x is dy, in token order.
+    """The gradients of w_down's factors, computed by the transposed layer, whose x is dy in token order.
 
     Args:
       d_rows: dy @ b.
@@ -98,7 +98,7 @@ def _factors_of_down(
 def _down_backward(
     mlp: MoeMlp, b_down: jax.Array | None, routes: Routes, weights: jax.Array, hidden: jax.Array, dy: Rows
 ) -> tuple[jax.Array | None, jax.Array | None, jax.Array | float]:
-    """dw_down, db_down if there is a b_down, and what b_down adds to the sums of the router's gradient."""
+    """dw_down, db_down if there is a b_down, and what b_down adds to the sums for the router's gradient."""
     hidden, dy = barrier((hidden, dy))  # rows of dy are copied when z is no longer needed
     if b_down is None:
         return layer.weight_gradient(mlp.transposed_down, dy, hidden, routes), None, 0.0

@@ -2,8 +2,8 @@
 
 Both functions take the device's own tokens and their choices, and return an Arrival: an Exchange, which sends rows
 there and adds up what comes back, and the rows that arrive, with their Routing among this device's experts. Both ways
-give the same result. The buffer of every device has room for R rows, `Placement.capacity`. Rows that find no room,
-which are rows of a device's last experts, are counted and add nothing.
+give the same result. Every device's buffer has room for R rows, `Placement.capacity`. Rows that find no room are
+counted and add nothing; they belong to the device's last experts.
 """
 
 import dataclasses
@@ -26,7 +26,7 @@ from jgg.products.combine import COMBINE, Combine
 
 
 class Exchange(Protocol):
-    """A way between a device's own tokens [T, H] and the rows that the MLPs of its experts take; a pytree.
+    """Sends rows between a device's own tokens [T, H] and the MLPs of the experts; a pytree.
 
     The two functions are linear, and each is the other's transpose.
     """
@@ -37,11 +37,11 @@ class Exchange(Protocol):
         ...
 
     def there(self, rows: jax.Array) -> jax.Array:
-        """The rows of all devices that come here, of any dtype, for this device's [T, N]."""
+        """Sends this device's rows [T, N], of any dtype; returns the rows of all devices that arrive here."""
         ...
 
     def back(self, rows: jax.Array) -> jax.Array:
-        """The sums [T, N] of this device's tokens, for rows in the order in which `there` returns them."""
+        """Sends back rows in the order of `there`'s result; returns the sums [T, N] for this device's tokens."""
         ...
 
 
@@ -49,9 +49,9 @@ class Arrival(NamedTuple):
     """What arrives at a device.
 
     Attributes:
-      exchange: the way of the rows.
+      exchange: how the rows were sent.
       rows: `exchange.there(x)`.
-      routing: of the rows that arrive, among this device's experts.
+      routing: the Routing of the rows that arrive, among this device's experts.
       overflow: int32, how many rows of all tokens found no room on this device.
     """
 
@@ -66,7 +66,7 @@ class Arrival(NamedTuple):
 class AllGather:
     """Every device gets all tokens, computes the rows of its experts, and a reduce-scatter adds up the results.
 
-    Moves (p - 1) * T rows to each device and as many back, whatever the routing.
+    Whatever the routing, (p - 1) * T rows move to each device and as many back.
     """
 
     axis: str
@@ -138,7 +138,7 @@ class RaggedAllToAll:
 
     @classmethod
     def of(cls, plan: Plan, way: Way, num_tokens: int, topk: int) -> "RaggedAllToAll":
-        """The exchange by a plan."""
+        """The exchange that follows a plan."""
         return cls(plan.there, plan.back, plan.positions, way, num_tokens, topk)
 
     @property
@@ -147,12 +147,12 @@ class RaggedAllToAll:
         return jax.lax.axis_size(self.way.axis)
 
     def there(self, rows: jax.Array) -> jax.Array:
-        """The copies of all devices' tokens that come here, for this device's tokens [T, N]."""
+        """Sends this device's tokens [T, N]; returns the copies of all devices' tokens that arrive here."""
         taken = take_tokens(self.way.how, (self.num_tokens, self.topk), as_bits(rows), self.positions)
         return from_bits(self.moved(taken), rows.dtype)
 
     def moved(self, rows: jax.Array) -> jax.Array:
-        """The rows of all devices that come here, for this device's rows [M, N] in the order in which they are sent."""
+        """Sends this device's rows [M, N], in sending order; returns the rows of all devices that arrive here."""
         return move(self.way, rows, self.moves_there, self.moves_back)
 
     def back(self, rows: jax.Array) -> jax.Array:
@@ -166,8 +166,8 @@ def by_ragged_all_to_all(
 ) -> Arrival:
     """The Arrival of what this device's experts need; takes the arguments of `by_all_gather`.
 
-    A token goes once to each device with experts of its choice if devices have room for all tokens, which they do where
-    they are fewer than k; otherwise once for each choice.
+    If devices have room for all tokens, which they do if there are fewer than k devices, a token goes once to each
+    device that has experts of its choice; otherwise it goes once per choice.
     """
     has_room = jax.lax.axis_size(placement.axis) * len(x) <= placement.capacity
     return (_once_to_each_device if has_room else _once_for_each_choice)(x, topk_weights, topk_indices, placement, how)
@@ -176,7 +176,7 @@ def by_ragged_all_to_all(
 def _once_to_each_device(
     x: jax.Array, topk_weights: jax.Array, topk_indices: jax.Array, placement: Placement, how: How
 ) -> Arrival:
-    """Tokens arrive in the order of the devices from which they come. All devices get all choices.
+    """Tokens arrive in the order of the devices that sent them. All devices get all choices.
 
     At most (p - 1) * T rows go from each device, and as many come back.
     """

@@ -1,4 +1,4 @@
-"""An MoE layer as a function of its parameters: what the layers of every framework share."""
+"""An MoE layer as a function of its parameters, shared by the layers of every framework."""
 
 import dataclasses
 import functools
@@ -59,8 +59,8 @@ class Metrics(NamedTuple):
       load_balancing_loss: float32 [], as `jgg.load_balancing_loss` of the tokens that count: 1 where the load is even.
       router_z_loss: float32 [], as `jgg.router_z_loss` of the tokens that count.
       overflow: int32 [], rows that found no room in the buffers of a sharded layer and added nothing to y.
-      topk_indices: int32 [..., k], the experts that each token of x [..., H] went to, split over devices as x is; -1
-        for tokens that do not count.
+      topk_indices: int32 [..., k], the experts that each token of x [..., H] went to, split over devices like x; -1 for
+        tokens that do not count.
     """
 
     group_sizes: jax.Array
@@ -74,7 +74,7 @@ class _Arrays(NamedTuple):
     """The arguments of `MoELayer.apply` and its params, checked, each matrix with its adapter.
 
     Attributes:
-      x, router_x, topk_indices, mask: as in `MoELayer.apply`, with the axes of x but the last merged.
+      x, router_x, topk_indices, mask: as in `MoELayer.apply`, with all axes of x except the last merged.
     """
 
     x: jax.Array
@@ -101,7 +101,7 @@ class _Arrays(NamedTuple):
 
 @dataclasses.dataclass(unsafe_hash=True)
 class MoELayer(LayerOptions, InFeatures):
-    """An MoE layer, dropless, without its parameters: `InFeatures` and `LayerOptions`, checked.
+    """A dropless MoE layer without its parameters: `InFeatures` and `LayerOptions`, checked.
 
     Computes `y[t] = sum over the chosen experts e of p[t, e] * MLP_e(x[t])`, plus the shared experts of every token.
     """
@@ -203,7 +203,7 @@ class MoELayer(LayerOptions, InFeatures):
         return inits if sharding is None else {name: sharding.split_init(init, name) for name, init in inits.items()}
 
     def adapter_initializers(self, params: Mapping[str, Any], sharding: MoESharding | None) -> dict[str, Initializer]:
-        """The initializers of the adapters of these params, by name, as `initializers` has those of the params."""
+        """The initializers of these params' adapters by name, like `initializers`."""
         inits = {name: adapter_init(name, params[target_of(name)]) for name in self.adapter_shapes}
         return inits if sharding is None else {name: sharding.split_init(init, name) for name, init in inits.items()}
 
@@ -216,7 +216,7 @@ class MoELayer(LayerOptions, InFeatures):
         return self.lora.of(dict(zip(OF_EXPERTS, OF_EXPERTS, strict=True))).terms(params)
 
     def merge_adapters(self, params: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
-        """Returns params with each LoRA adapter merged into its matrix and its b zero: the same layer, up to rounding.
+        """Returns params with each LoRA adapter merged and b set to zero: the same layer, up to rounding.
 
         Args:
           params: arrays by the names in `shapes` and `adapter_shapes`. Matrices with adapters may not be quantized.
@@ -251,7 +251,7 @@ class MoELayer(LayerOptions, InFeatures):
           router_x: [..., H], what the router multiplies for each token of x, of any float dtype; None for x itself.
           topk_indices: integer [..., k] for the tokens of x, experts to use instead of the router's choice; -1 leaves a
             choice to the router. As in `jgg.route`, an index past the last expert adds nothing, and an expert given
-            twice counts twice. The losses are then computed for the experts used.
+            twice counts twice. The losses are computed for the experts that are used.
           mask: bool or number [...] for the tokens of x, False or 0 for tokens that do not count, such as padding; by
             default all count. Tokens that do not count go to no expert. Their y comes from the shared experts alone, or
             is zero; the router's losses ignore them, and no row is multiplied for them. They may hold anything: NaN and
@@ -347,7 +347,7 @@ class MoELayer(LayerOptions, InFeatures):
     def _apply_to_tokens(
         self, arrays: _Arrays, sharding: MoESharding | None, options: MlpOptions
     ) -> tuple[jax.Array, Metrics]:
-        """y and metrics of the tokens x [T, H]; with a sharding, x is one device's part of the tokens."""
+        """y and metrics for the tokens x [T, H]; with a sharding, x is one device's part of the tokens."""
         token_axes, how = () if sharding is None else sharding.token_axes, How(options.implementation, current_target())
         x, mask, router_x = arrays.x, arrays.mask, arrays.router_x
         # 0 times NaN is NaN, so what a masked token holds must not reach a product
@@ -373,7 +373,7 @@ class MoELayer(LayerOptions, InFeatures):
     def _experts(
         self, arrays: _Arrays, routing: Routing, sharding: MoESharding | None, options: MlpOptions
     ) -> tuple[jax.Array, jax.Array]:
-        """The experts' y of all tokens, and the overflow."""
+        """The experts' y for all tokens, and the overflow."""
         tokens, weights = arrays.x, arrays.experts
         if self.scale_input:
             tokens = (tokens.astype(jnp.float32) * routing.topk_weights).astype(tokens.dtype)
@@ -384,7 +384,7 @@ class MoELayer(LayerOptions, InFeatures):
         return compute_mlp_on_device(tokens, weights, routing.topk_weights, routing.topk_indices, sharding, options)
 
     def _with_shared(self, y: jax.Array, x: jax.Array, arrays: _Arrays, how: How, options: MlpOptions) -> jax.Array:
-        """The experts' y plus the shared experts' y of all tokens x [T, H]."""
+        """The experts' y plus the shared experts' y for all tokens x [T, H]."""
         if arrays.w_shared_gate_up is None or arrays.w_shared_down is None:
             return y
         precision, implementation = options.precision, options.implementation
@@ -399,7 +399,7 @@ class MoELayer(LayerOptions, InFeatures):
 
 
 def _bounded(x: jax.Array, mask: jax.Array | None) -> jax.Array:
-    """x [T, H] with zeros for masked tokens that hold NaN, infinity, or more than shared experts can compute with."""
+    """x [T, H] with zeros for masked tokens that hold NaN, infinity or values too large for the shared experts."""
     if mask is None:
         return x
     squares = jnp.sum(jnp.square(x.astype(jnp.float32)), axis=1)
@@ -408,7 +408,7 @@ def _bounded(x: jax.Array, mask: jax.Array | None) -> jax.Array:
 
 
 def _as_router_x(router_x: ArrayLike, shape: tuple[int, ...]) -> jax.Array:
-    """What the router multiplies, [T, H]; raises unless it is float in the shape of x."""
+    """What the router multiplies, [T, H]; raises unless it holds floats in the shape of x."""
     router_x = as_array("router_x", router_x)
     if router_x.shape != shape:
         raise ValueError(f"router_x must have the shape of x, {list(shape)}, got {list(router_x.shape)}.")

@@ -1,4 +1,4 @@
-"""Sizes and options of an MoE layer, as fields that the layers of every framework inherit.
+"""Sizes and options of an MoE layer, as fields that every framework's layer inherits.
 
 Linen and NNX make dataclasses of these fields, so an editor and `help` show them. The classes here are not frozen,
 because the frameworks' dataclasses are not, and a dataclass that is not frozen cannot inherit from a frozen one.
@@ -34,7 +34,7 @@ class InFeatures:
 
 @dataclasses.dataclass(eq=False, repr=False)
 class LayerOptions:
-    """Sizes and options of an MoE layer: the fields that the layers of every framework have.
+    """Sizes and options of an MoE layer: the fields that every framework's layer has.
 
     Args:
       hidden_features: I, hidden features of each expert.
@@ -100,7 +100,7 @@ def check_layer(
     param_dtypes: Mapping[str, DTypeLike],
     initializers: Mapping[str, Initializer],
 ) -> None:
-    """Raises where a framework's layer has an option that `MoELayer.apply` or its parameters would not take."""
+    """Raises if a framework's layer has an option that `MoELayer.apply` or its parameters would not take."""
     as_precision(layer.precision)
     check_quantization(layer.quantization)
     check_implementation(layer.implementation)
@@ -114,7 +114,7 @@ def check_layer(
 
 
 def check_sharding(options: LayerOptions, sharding: MoESharding | None) -> None:
-    """Raises unless a layer with these options can be split so."""
+    """Raises unless the sharding can split a layer with these options."""
     if sharding is None:
         return
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding or None")

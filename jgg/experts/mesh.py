@@ -36,22 +36,22 @@ class MoESharding:
     | tensor | replicated | split over I | y is summed |
 
     Args:
-      mesh: a mesh, each of whose axes may be Auto or Explicit.
+      mesh: a mesh of Auto and Explicit axes in any combination.
       data: one axis, or a tuple of several; () for none.
       fsdp, expert, tensor: one axis each, or None.
       fsdp_splits: how the devices along `fsdp` split w_gate_up, w_down and their adapters: "experts" (each stores some
-        experts whole; E must be a multiple of the number of devices along `fsdp` and `expert` together) or "features"
-        (each stores a part of H of all experts; slower, because devices must copy what they gathered into order).
+        whole experts; E must be a multiple of the number of devices along `fsdp` and `expert` together) or "features"
+        (each stores a part of H for all experts; slower, because devices must copy what they gathered into order).
       exchange: "all_gather" (every device gets all tokens along `expert`, and results are reduce-scattered) or
         "ragged_all_to_all" (a token goes once to each device that has experts of its choice if there is room for all
         tokens along `expert`, otherwise once per choice). Both give the same y and drop the same rows.
       buffer_factor: a device's buffer holds buffer_factor times its even share of routed rows, T * k for its T tokens.
         Rows beyond that are dropped (they add nothing to y) and counted. None makes room for all rows (as
         buffer_factor = number of devices along `expert` does) and takes more memory.
-      prevent_cse: as in `jax.checkpoint`, for the weights that are gathered along `fsdp` and gathered again in the
-        backward pass. Set it to False for layers inside a `jax.lax.scan`, as a Decoder does for its own: a gather then
-        waits for nothing but the stored weights, and can overlap with the products of the layer before. In other
-        programs XLA would merge both gathers and keep the whole weights of all layers until the backward pass.
+      prevent_cse: as in `jax.checkpoint`, for the weights that are gathered along `fsdp`, and again in the backward
+        pass. Set it to False for layers inside a `jax.lax.scan`, as a Decoder does for its own: a gather then waits
+        only for the stored weights, and can overlap with the products of the previous layer. In other programs, False
+        would let XLA merge both gathers and keep the whole weights of all layers until the backward pass.
     """
 
     mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh
@@ -90,7 +90,7 @@ class MoESharding:
 
     @property
     def token_axes(self) -> tuple[str, ...]:
-        """The mesh axes over which tokens are split."""
+        """The mesh axes that split tokens."""
         return (*self.data, *(axis for axis in (self.fsdp, self.expert) if axis is not None))
 
     @property
@@ -105,7 +105,7 @@ class MoESharding:
 
     @property
     def gather_axis(self) -> str | None:
-        """The axis along which stored weights are gathered: `fsdp`, if it has several devices."""
+        """The axis that stored weights are gathered along: `fsdp`, if it has several devices."""
         return self.fsdp if self.size(self.fsdp) > 1 else None
 
     def size(self, *axes: str | None) -> int:
@@ -120,8 +120,8 @@ class MoESharding:
     def weight_specs(self, w_layout: str = "enk") -> dict[str, P]:
         """PartitionSpecs of w_gate_up, w_down, b_gate_up, b_down and LoRA adapters by name; layers use w_layout="ekn".
 
-        The values and scales of a QuantizedArray both have the spec of the weights that they stand for. The a and b of
-        the `jgg.LowRank` for w_gate_up have the specs "w_gate_up_lora_a" and "w_gate_up_lora_b". Axes that they share
+        The values and scales of a QuantizedArray both have the spec of the weights that they represent. The a and b of
+        the `jgg.LowRank` for w_gate_up have the specs "w_gate_up_lora_a" and "w_gate_up_lora_b"; axes that they share
         with w_gate_up are split the same way. The same holds for w_down.
         """
         check_one_of("w_layout", w_layout, W_LAYOUTS)
@@ -153,7 +153,7 @@ class MoESharding:
         return checked
 
     def check_split(self, name: str, array: jax.Array | np.ndarray | QuantizedArray | Matrix, spec: P) -> None:
-        """Raises where an array, or a part of a Matrix except its factors, cannot be split evenly as a spec says."""
+        """Raises if an array, or a part of a Matrix except its factors, cannot be split evenly as a spec says."""
         if isinstance(array, Matrix):
             for part in (array.dense, array.straight):
                 if part is not None:
@@ -165,7 +165,7 @@ class MoESharding:
             self.check_divides(name, jnp.shape(array), spec)
 
     def check_divides(self, name: str, shape: tuple[int, ...], spec: P, block: tuple[int, ...] | None = None) -> None:
-        """Raises where an array cannot be split evenly as a spec says.
+        """Raises if an array cannot be split evenly as a spec says.
 
         Args:
           block: per axis, how many numbers share a scale and so must be on one device; None for arrays without scales.
@@ -183,7 +183,7 @@ class MoESharding:
 
 
 def axis_split_over(mesh_axis: str | None, spec: P) -> int | None:
-    """The number of the axis that a spec splits over an axis of the mesh, or None."""
+    """The number of the axis that a spec splits over a mesh axis, or None."""
     for number, names in enumerate(spec):
         if mesh_axis in (names if isinstance(names, tuple) else (names,)):
             return number
@@ -197,9 +197,9 @@ def map_tokens[Arrays: NamedTuple, Result](
     specs: Mapping[str, P],
     out_specs: object,
 ) -> Result:
-    """`function(arrays)` under `jax.shard_map`; arrays that `specs` does not name have a row for each token.
+    """Computes `function(arrays)` under `jax.shard_map`; arrays that `specs` does not name have one row per token.
 
-    Arrays may be None, or a Matrix, whose factors have the specs of their own names. All other parts are split alike.
+    Arrays may be None, or a Matrix, whose factors have the specs of their own names. Its other parts are split alike.
     """
     tokens = sharding.token_spec
     named = {name: array for name, array in arrays._asdict().items() if array is not None}
@@ -248,10 +248,10 @@ def check_inside_shard_map(sharding: MoESharding) -> None:
 
 
 def specs_of_parts(name: str, array: Any, specs: Mapping[str, P], default: P = _WHOLE) -> Any:
-    """The PartitionSpec of each array in a Matrix or QuantizedArray of this name, in its place; of an array its own.
+    """Replaces each array in a Matrix or QuantizedArray of this name, or a single array, with its PartitionSpec.
 
     Args:
-      specs: by name, as `MoESharding.weight_specs`; all parts of what it does not name have the `default`.
+      specs: by name, as in `MoESharding.weight_specs`; arrays that it does not name have the `default`.
     """
     spec: Any = specs.get(name, default)
     if isinstance(array, QuantizedArray):
@@ -268,7 +268,7 @@ def specs_of_parts(name: str, array: Any, specs: Mapping[str, P], default: P = _
 
 
 def _placed(name: str, sharding: MoESharding, array: jax.Array, spec: P) -> jax.Array:
-    """The array, split over Explicit axes as `spec` says; raises if weights are split in another way already."""
+    """The array, split over Explicit axes as `spec` says; raises if weights are already split differently."""
     explicit = _of_explicit_axes(spec, array.ndim, sharding)
     if explicit is None:
         return array
@@ -279,7 +279,7 @@ def _placed(name: str, sharding: MoESharding, array: jax.Array, spec: P) -> jax.
 
 
 def _of_explicit_axes(spec: P, num_axes: int, sharding: MoESharding) -> P | None:
-    """The part of a spec that types say, those of Explicit axes; None for a mesh that has none."""
+    """The part of a spec that types carry, for Explicit axes; None for a mesh that has none."""
     kinds = dict(zip(sharding.mesh.axis_names, sharding.mesh.axis_types, strict=True))
     if jax.sharding.AxisType.Explicit not in kinds.values():
         return None
@@ -293,7 +293,7 @@ def _of_explicit_axes(spec: P, num_axes: int, sharding: MoESharding) -> P | None
 
 
 def check_interleaved(interleaved: bool, activation: ActivationLike, sharding: MoESharding) -> None:
-    """Raises where gates and the ups that they are multiplied with would be on different devices."""
+    """Raises if gates and the ups that they are multiplied with would be on different devices."""
     interleaved = as_flag("interleaved", interleaved)
     if sharding.size(sharding.tensor) > 1 and find_activation(activation).is_gated and not interleaved:
         raise ValueError(

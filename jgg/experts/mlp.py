@@ -1,4 +1,4 @@
-"""The static part of an expert MLP: its two linear layers and the products that are made of them."""
+"""The static part of an expert MLP: its two linear layers and the products made from them."""
 
 import dataclasses
 from typing import NamedTuple
@@ -21,8 +21,8 @@ class Operands(NamedTuple):
     """The arrays that `moe_mlp`'s custom_vjp takes.
 
     Attributes:
-      exchange: the way of x and dy, in FP8, to the devices of the experts, and of y and dx back; None without one. As
-        they arrive there, x and dy are QuantizedArrays.
+      exchange: how x and dy go to the experts' devices in FP8, and y and dx back; None without an exchange. On arrival,
+        x and dy are QuantizedArrays.
     """
 
     x: Rows
@@ -37,7 +37,7 @@ class Operands(NamedTuple):
 
     @property
     def scales_hidden(self) -> bool:
-        """Whether dW of w_down takes scaled hidden features; with a b_down it takes scaled rows of dy, like db_down."""
+        """Whether dW of w_down takes scaled hidden features. With a b_down it takes scaled rows of dy, like db_down."""
         return self.b_down is None
 
 
@@ -49,7 +49,7 @@ class MoeMlp:
       up: the layer from x, in token order (without gather_indices in expert order), to the pre-activation in expert
         order.
       down: the layer from hidden features to y, both in expert order.
-      spare_sms: multiprocessors that the last product does not use.
+      spare_sms: multiprocessors that the last product leaves idle.
       names: the names that `jax.checkpoint` policies use for what the backward pass reads.
     """
 
@@ -62,7 +62,7 @@ class MoeMlp:
 
     @classmethod
     def of(cls, x: jax.Array, weights: ExpertWeights, routing: Routing, options: MlpOptions) -> "MoeMlp":
-        """The MLP of these arrays, checked, and options."""
+        """The MLP for these checked arrays and options."""
         up, down = _problems(x, weights, routing, options)
         how, recipe = how_of(up, options.implementation).sparing(options.spare_sms_always), options.quantization
         return cls(
@@ -86,7 +86,7 @@ class MoeMlp:
 
     @property
     def combined_down(self) -> Linear:
-        """The layer from hidden features to y [T, H]: `down` with a token's rows scaled and added up."""
+        """The layer from hidden features to y [T, H]: `down`, with each token's rows scaled and added up."""
         return dataclasses.replace(self.down, problem=self.down.problem.weighted.combined_as(self.up.problem))
 
     @property
@@ -102,11 +102,11 @@ class MoeMlp:
 
     @property
     def sparing_up(self) -> Linear:
-        """`up`, computed while `spare_sms` multiprocessors stay idle."""
+        """`up`, leaving `spare_sms` multiprocessors idle."""
         return dataclasses.replace(self.up, how=self.how.sparing(self.spare_sms))
 
     def routes(self, operands: Operands) -> Routes:
-        """The routes of rows that are not scaled."""
+        """The routes for rows that are not scaled."""
         return Routes(group_bounds(operands.group_sizes, self.up.problem.num_rows), operands.gather_indices)
 
 

@@ -54,9 +54,9 @@ def moe_mlp(
     the gathered x, the activation or the down product. `jax.checkpoint` policies know the pre-activation as
     "jgg_pre_activation" and x as "jgg_x".
 
-    Weights may have another float dtype than x, for example float32 parameters with bfloat16 tokens. They are cast to
-    the dtype of x once for both passes, and policies know the cast weights as "jgg_weights". Their gradients are summed
-    in float32 and stored in the dtype of the weights.
+    Weights may have a different float dtype than x, for example float32 parameters with bfloat16 tokens. They are cast
+    to the dtype of x once for both passes, and policies know the cast weights as "jgg_weights". Their gradients are
+    summed in float32 and stored in the dtype of the weights.
 
     Shapes: T tokens, H features, I hidden features of an expert, E experts, k choices, M = T * k.
 
@@ -68,7 +68,7 @@ def moe_mlp(
         gets no gradient and, without `quantization`, is dequantized to the dtype of x first. With `quantization`, they
         may also be the result of `Fp8.weights`.
       routing: the Routing that `route` returns for the T tokens. It may have fewer than M gather_indices; choices
-        that they do not name add nothing. They may be None if k is 1 and x is in expert order; then y is too.
+        that they do not name add nothing. They may be None if k is 1 and x is in expert order; y is then too.
       activation: "swiglu", "geglu", "geglu_tanh", "reglu" or "clamped_swiglu", which are gated; "ungated_silu",
         "ungated_gelu", "ungated_gelu_tanh", "ungated_relu" or "ungated_relu_squared", which are not; an Activation; or
         a function such as `jax.nn.silu` for `function(gate) * up`. A function object is traced once, but a new
@@ -92,7 +92,7 @@ def moe_mlp(
     Returns: y [T, H] in the dtype of x.
 
     Raises:
-      ValueError: shapes disagree, or an option is none of those listed.
+      ValueError: shapes disagree, or an option is not one of those listed.
       TypeError: a dtype is unsupported, or an argument is not the array, Routing, int or flag that it must be.
     """
     given = activation, interleaved, w_layout, precision, quantization, implementation, residual_names
@@ -111,11 +111,11 @@ def compute_mlp(
     options: MlpOptions,
     arrival: Arrival | None = None,
 ) -> jax.Array:
-    """`moe_mlp` of checked arguments.
+    """`moe_mlp` for checked arguments.
 
     Args:
-      arrival: what arrives for x [T, H], this device's tokens, and its exchange; `routing` is then of what arrives.
-        By a recipe, x and dy are quantized before they are sent to other devices; y and dx come back in the dtype of x.
+      arrival: what arrives for x [T, H], this device's tokens, and its exchange; `routing` then routes what arrives.
+        With a recipe, x and dy are quantized before they are sent to other devices; y and dx come back in x's dtype.
     """
     mlp = MoeMlp.of(x, weights, routing, options)
     exchange = None if arrival is None else arrival.exchange

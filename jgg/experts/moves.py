@@ -1,4 +1,4 @@
-"""Moves rows between devices that each have some of the experts, inside `jax.shard_map`, by a plan of runs."""
+"""Moves rows between devices that each hold some of the experts, inside `jax.shard_map`, following a plan of runs."""
 
 import functools
 from collections.abc import Sequence
@@ -19,8 +19,8 @@ class Placement(NamedTuple):
     """Where the experts are.
 
     Attributes:
-      axis: mesh axis over which the experts are split, in order.
-      num_experts: experts of each device.
+      axis: mesh axis that splits the experts, in order.
+      num_experts: experts per device.
       capacity: R, rows that a device has room for.
     """
 
@@ -51,8 +51,8 @@ class Plan(NamedTuple):
     Attributes:
       there: moves to the experts.
       back: moves of the experts' results to the tokens' devices.
-      positions: int32 [M], the position in token order of each row that is sent, in order of its expert; -1 for a row
-        that finds no room or has no expert.
+      positions: int32 [M], the position in token order of each sent row, ordered by expert; -1 for a row that finds no
+        room or has no expert.
       group_sizes: int32 [num_experts], rows that find room, for each of this device's experts.
       overflow: int32, rows for this device that find no room.
     """
@@ -82,12 +82,12 @@ def plan_moves(group_sizes: jax.Array, gather_indices: jax.Array, counts: jax.Ar
     """The plan for rows in expert order.
 
     Example: two devices have two experts each, and room for 4 rows. Device 0 has (2, 1, 0, 0) rows for the experts,
-    device 1 has (1, 2, 0, 0). Device 0 gets the 2 + 1 rows for expert 0, then its own row for expert 1. The 2 rows of
-    device 1 for expert 1 find no room.
+    device 1 has (1, 2, 0, 0). Device 0 gets the 2 + 1 rows for expert 0, then its own row for expert 1. Device 1's 2
+    rows for expert 1 find no room.
 
     Args:
       group_sizes: [E], this device's rows for each expert of all devices.
-      counts: the same of all devices, [from, to, expert].
+      counts: the same for all devices, [from, to, expert].
     """
     axis, num_experts, capacity = placement
     here, num_devices = jax.lax.axis_index(axis), jax.lax.axis_size(axis)
@@ -138,7 +138,7 @@ def _cut(num_parts: int, counts: jax.Array, fitting: jax.Array, arrivals: jax.Ar
 
 
 def _with_room(gather_indices: jax.Array, group_sizes: jax.Array, fitting: jax.Array) -> jax.Array:
-    """gather_indices [M] with -1 for the rows past the first `fitting` of each expert, and for rows of no expert."""
+    """gather_indices [M] with -1 for each expert's rows past the first `fitting`, and for rows of no expert."""
     num_rows = len(gather_indices)
     bounds = group_bounds(group_sizes, num_rows)
     expert = group_of_rows(bounds, num_rows)
@@ -147,10 +147,10 @@ def _with_room(gather_indices: jax.Array, group_sizes: jax.Array, fitting: jax.A
 
 
 class Way(NamedTuple):
-    """The arrays between which rows are moved: on each device of a mesh axis `num_rows` rows, and `num_rows_there`.
+    """The two arrays that rows move between on each device of a mesh axis, with `num_rows` and `num_rows_there` rows.
 
     Attributes:
-      how: how the array that rows are moved into is allocated.
+      how: how to allocate the array that rows are moved into.
     """
 
     axis: str
@@ -166,10 +166,10 @@ class Way(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def move(way: Way, rows: jax.Array, there: Moves, back: Moves) -> jax.Array:
-    """Rows [M, H] moved as `there` says; rows that nobody sends are unspecified. Its derivative moves them back.
+    """Moves rows [M, H] as `there` says; rows that nobody sends are unspecified. The derivative moves them back.
 
     XLA has no ragged all-to-all for CPUs; there an all-gather of all rows does the same. Within a machine XLA copies
-    each run with one block of 128 threads, so that a few long runs would be slow (`_RUNS`).
+    each run with one block of 128 threads, so a few long runs would be slow (`_RUNS`).
     """
     out = BUFFER(way.how, Buffer(there.recv_sizes), shape=(way.num_rows_there, rows.shape[1]), dtype=rows.dtype)
     axes = varying_axes(rows, *there)
@@ -183,7 +183,7 @@ move.defvjp(
 
 
 def _ragged_all_to_all(axis_name: str, *arrays: jax.Array) -> jax.Array:
-    """Computes `jax.lax.ragged_all_to_all`, whose own rule for `vmap` fails where elements share an array of runs."""
+    """Computes `jax.lax.ragged_all_to_all`, whose own `vmap` rule fails if elements share an array of runs."""
 
     @jax.custom_batching.custom_vmap
     def moved(*arrays: jax.Array) -> jax.Array:

@@ -35,7 +35,7 @@ def compute_mlp_on_device(
     sharding: MoESharding,
     options: MlpOptions,
 ) -> tuple[jax.Array, jax.Array]:
-    """`moe_mlp_on_device` of checked arguments."""
+    """`moe_mlp_on_device` for checked arguments."""
     how = How(options.implementation, current_target())
     num_rows = topk_indices.shape[0] * topk_indices.shape[1]
     sums_gradients = sharding.size(sharding.expert, sharding.tensor) > 1  # of x, over devices
@@ -82,9 +82,9 @@ def compute_mlp_on_device(
 
 
 def _with_gradients_at_once(x: jax.Array, weights: ExpertWeights) -> tuple[jax.Array, ExpertWeights]:
-    """x and the weights; what uses the gradient of x is computed after the gradients of the weights.
+    """x and the weights; whatever uses the gradient of x is computed after the gradients of the weights.
 
-    So the products of those run while the gradient of x comes back from other devices.
+    The products for the weights' gradients then run while the gradient of x comes back from other devices.
     """
     leaves, structure = jax.tree.flatten((x, weights))
     places = [place for place, leaf in enumerate(leaves) if jnp.issubdtype(leaf.dtype, jnp.floating)]
@@ -102,9 +102,9 @@ _tied.defjvp(lambda primals, tangents: (primals[0], barrier(tangents[0])))
 
 
 def _gathered(weights: ExpertWeights, dtype: DTypeLike, axis_name: str, specs: Mapping[str, jax.P]) -> ExpertWeights:
-    """A device's weights with the shards that other devices along a mesh axis have of them.
+    """Gathers a device's weights from the shards of all devices along a mesh axis.
 
-    Dense weights are cast to `dtype` before, so that wider ones take no longer to communicate.
+    Dense weights are first cast to `dtype`, so that wider ones take no longer to send.
     """
 
     def gathered(part: jax.Array, spec: jax.P) -> jax.Array:
@@ -125,7 +125,7 @@ def _gathered(weights: ExpertWeights, dtype: DTypeLike, axis_name: str, specs: M
 def map_matrices(
     function: Callable[[jax.Array, jax.P], object], weights: ExpertWeights, specs: Mapping[str, jax.P]
 ) -> ExpertWeights:
-    """The weights with each array of a Matrix replaced by function(array, its PartitionSpec)."""
+    """Replaces each array of each Matrix in the weights by function(array, its PartitionSpec)."""
 
     def mapped(name: str, matrix: Matrix) -> Matrix:
         return jax.tree.map(function, matrix, specs_of_parts(name, matrix, specs))

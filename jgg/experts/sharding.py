@@ -59,7 +59,7 @@ def sharded_moe_mlp(
     Args:
       x: [T, H], split as `sharding.token_spec`.
       w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down: as in `jgg.moe_mlp`, split as
-        `sharding.weight_specs(w_layout)`. Values and scales of a QuantizedArray are split alike, and no block may be on
+        `sharding.weight_specs(w_layout)`. Values and scales of a QuantizedArray are split alike, and no block may span
         several devices.
       topk_weights: float [T, k].
       topk_indices: integer [T, k], the expert of each choice; a row whose expert lies outside [0, E) adds nothing.
@@ -89,7 +89,7 @@ def sharded_moe_mlp(
 
 
 class _Arrays(NamedTuple):
-    """The arrays of `sharded_moe_mlp`, by the names that its errors give them; terms are in the matrices."""
+    """The arrays of `sharded_moe_mlp`, under the names that its errors use; low-rank terms are in the matrices."""
 
     x: jax.Array
     topk_weights: jax.Array
@@ -123,11 +123,11 @@ def moe_mlp_on_device(
     """`sharded_moe_mlp` for use inside your own `jax.shard_map`: each array is this device's shard.
 
     Returns:
-      y [T, H] of this device's tokens, and the overflow of all devices together.
+      y [T, H] for this device's tokens, and the overflow of all devices together.
 
     Raises:
-      ValueError: as in `sharded_moe_mlp`; or the `jax.shard_map` lacks a mesh axis that `sharding` uses, or has
-        another number of devices along it.
+      ValueError: as in `sharded_moe_mlp`; or the `jax.shard_map` lacks a mesh axis that `sharding` uses, or has a
+        different number of devices along it.
       TypeError: as in `sharded_moe_mlp`.
     """
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
@@ -154,7 +154,7 @@ def _checked(
     *,
     gathers: bool,
 ) -> _Arrays:
-    """The tokens, their choices and the weights as arrays; raises where they disagree.
+    """The tokens, their choices and the weights as arrays; raises if they disagree.
 
     Args:
       gathers: whether these are one device's arrays, whose weights are gathered before they are multiplied.
@@ -188,7 +188,7 @@ def _gathered_types(weights: ExpertWeights, sharding: MoESharding, options: MlpO
 def interleave(array: ArrayLike, axis: int = -1) -> jax.Array:
     """Reorders features along `axis` from all gates, all ups (g0 g1 ... u0 u1 ...) to alternating (g0 u0 g1 u1 ...).
 
-    Use it for w_gate_up and b_gate_up of a layer with `interleaved=True`, which a tensor axis needs.
+    Use it for w_gate_up and b_gate_up of a layer with `interleaved=True`, as a tensor axis requires.
     """
     array, axis = as_array("array", array), as_int("axis", axis)
     shape = array.shape

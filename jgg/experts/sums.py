@@ -1,9 +1,10 @@
-"""Sums over the devices of a mesh axis in one order: a token's bits depend neither on its place nor on other tokens.
+"""Sums over a mesh axis's devices in a fixed order: a token's bits depend neither on its place nor on other tokens.
 
-NCCL adds in an order that depends on where a number stands in the buffer, as each device begins another part of a ring;
-it chooses rings or trees by the buffer's size; and in 16 bits it rounds after each step. So here each device gets what
-all of them have for its part, and adds it up in float32 in the order of the devices. Each sends and gets as many bytes
-as in a ring. Two numbers have one sum only: between two devices JAX's own collectives do.
+NCCL's order of additions depends on where a number is in the buffer, since each device begins a different part of a
+ring; NCCL chooses rings or trees by the buffer's size; and in 16 bits it rounds after each step. So here each device
+receives what all devices have for its part, and adds it up in float32 in the order of the devices. Each sends and
+receives as many bytes as in a ring. Two numbers have only one sum, so between two devices JAX's own collectives are
+used.
 
 The derivatives are JAX's own sums, whose transposes are an all-gather and a copy.
 """
@@ -20,7 +21,7 @@ _FEW_ROWS = 64  # so few go to every device whole, in one collective rather than
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def sum_scatter(rows: jax.Array, axis: str) -> jax.Array:
-    """Of the sum over the devices of rows [p T, H], the part [T, H] of each: `psum_scatter` in one order."""
+    """Each device's part [T, H] of the sum over the devices of rows [p T, H]: `psum_scatter` in a fixed order."""
     devices = jax.lax.axis_size(axis)
     if devices <= 2:
         return jax.lax.psum_scatter(rows, axis, scatter_dimension=0, tiled=True)
@@ -30,7 +31,7 @@ def sum_scatter(rows: jax.Array, axis: str) -> jax.Array:
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(1,))
 def sum_all(rows: jax.Array, axis: str) -> jax.Array:
-    """The sum over the devices of rows [T, H], on each of them: `psum` in one order."""
+    """The sum over the devices of rows [T, H], on every device: `psum` in a fixed order."""
     devices, num_rows = jax.lax.axis_size(axis), rows.shape[0]
     if devices <= 2 or not rows.size:
         return jax.lax.psum(rows, axis)
