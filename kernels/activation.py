@@ -44,7 +44,7 @@ def curve_and_slope(gate, CURVE: tl.constexpr, LIMIT: tl.constexpr, ALPHA: tl.co
 
 @triton.jit
 def factor_and_slope(up, CURVE: tl.constexpr, LIMIT: tl.constexpr):
-    """The factor by which a gated activation multiplies f(gate), and its derivative with respect to up."""
+    """The factor that a gated activation multiplies f(gate) by, and its derivative with respect to up."""
     if CURVE == "clamped_silu":
         factor = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up)) + 1
         slope = tl.where((up > LIMIT) | (up < -LIMIT), 0.0, 1.0)

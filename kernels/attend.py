@@ -1,9 +1,9 @@
-"""Attention in steps over keys: the one order of additions of training, of prompts and of decoding.
+"""Attention in steps over keys: one order of additions for training, prompts and decoding.
 
 The keys of a sequence are taken in steps of BLOCK_KEYS and in parts of PART keys, both counted from the sequence's own
 first key. A part has a softmax of its own, its sums of weights are a product with ones, and parts are added up first
-part first. A step or a part of which a query sees nothing changes no bit of the query's sums. So the bits of a result
-depend on the query's own sequence, not on the queries beside it, the capacity of a cache, what else a row holds, or the
+part first. A step or part that is hidden from a query changes no bit of the query's sums. So the bits of a result
+depend only on the query's own sequence, not on other queries, a cache's capacity, what else a row holds, or the
 kernel: `attend_one` takes the same steps for one query. Multiply-adds are spelled out, as compilers might choose others
 in each kernel.
 

@@ -3,7 +3,7 @@
 `chunk_matrices_kernel` computes what no state decides, for all chunks side by side. `delta_rule_kernel` then takes a
 head's chunks one after the other, with some columns of the state in registers: columns do not depend on each other.
 
-q and k are multiplied as they are. The factors of their norms are applied to results or to the other operand in
+q and k are multiplied unscaled. The factors of their norms are applied to results or to the other operand in
 float32, as are decays, so that an operand of a product is rounded once.
 
 Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024, https://arxiv.org/abs/2412.06464.
@@ -112,8 +112,8 @@ def chunk_matrices_kernel(
     Arrays: q, k [B, length, KEY_HEADS, FEATURES]; log_decay, beta float32 [B, length, h]; resets bool [B, length] or
     None; inverses and weights [B, h, chunks, C, C] in the dtype of q: (I + A)^-1, A with the betas of columns rather
     than of rows if BY_COLUMN, and the factors of beta times the corrections in the results; factors float32 [B, h, 4,
-    chunks * C], of each token: beta; that of k S in what is recalled; that of q S in the result; that of beta times its
-    correction in the next state; totals float32 [B, h, chunks], the decay of the state. The grid is (h, chunks, B).
+    chunks * C], for each token: beta; the factors of k S in what is recalled, of q S in the result, and of beta times
+    its correction in the next state; totals float32 [B, h, chunks], the decay of the state. The grid is (h, chunks, B).
     """
     CHUNK: tl.constexpr = 1 << LEVELS
     HEADS: tl.constexpr = KEY_HEADS * GROUP

@@ -1,7 +1,7 @@
 """The gradients of the gated delta rule, in chunks of tokens.
 
 With the formulas of `jgg.models.operations.delta_rule_plain`, E = V - exp(b) K S, N = (I + A)^-1 beta E, weights P, R
-the gradient of the state after a chunk, and G that of the results:
+the gradient of the state after a chunk, and G the results' gradient:
 
     dN = P^T G + exp(b_C - b) K R                   dX = (I + A)^-T dN              dV = beta dX
     the gradient of S is exp(b_C) R + scale (exp(b) Q)^T G - (exp(b) K)^T dV        dA = -dX N^T,    dP = G N^T
@@ -96,7 +96,7 @@ def dot_rows(acc, at, mask):
 
 @triton.jit
 def normalization_gradient(d_normalized, x, root):
-    """The gradient of x [rows, features] from that of x * root, where root is 1 / sqrt(sum of squares + epsilon)."""
+    """The gradient of x [rows, features], given d(x * root), where root is 1 / sqrt(sum of squares + epsilon)."""
     x = x.to(tl.float32)
     product = tl.reduce(d_normalized * x, 1, add) * root * root
     return (d_normalized - x * product[:, None]) * root[:, None]

@@ -3,7 +3,7 @@
 In FP8, x and w come with scales, as `jgg.core.quantized` explains. A step covers BLOCK features: within it, a row of x
 has one scale, and each BLOCK columns of w have one. FP8 products keep few bits of their sum, so each step begins a new
 product, which is scaled and added in float32. The same holds where only x has scales; its values are converted to the
-dtype of w. If only w has scales, it is dequantized as it is read, with the bits that a pass before the product would
+dtype of w. If only w has scales, it is dequantized on loading, with the bits that a pass before the product would
 give it; a step covers no more features than a scale does.
 
 Dequantizing takes longer than multiplying, so a tile should have all rows of its group. With W_IS_LEFT the kernel

@@ -16,8 +16,8 @@ same ring, and their products are added to the sums without scales.
 While a warpgroup scales and adds, the other one multiplies. Scales do not go through the ring: the warpgroups load them
 a step ahead, and look up where a gathered row's scales are.
 
-Stores. 128 registers of sums, 64 of a product and scales leave no room for a finished tile, so a tile is stored as soon
-as it is done, 128 columns at a time (`hopper_fp8_results`). The loading warps fill the ring meanwhile. Just before it
+Stores. 128 registers of sums, 64 of a product and scales leave no room for a finished tile, so a tile is stored once
+it is done, 128 columns at a time (`hopper_fp8_results`). The loading warps fill the ring meanwhile. Just before it
 stores the tile, a warpgroup looks up where the next tile's rows are.
 
 Shared memory. A stage has 16 KB of left and 32 KB of right, as many bytes as in 16 bits and twice the features: 192 KB

@@ -60,7 +60,7 @@ def store_block(result, value, warpgroup, row, end, column):
 
 @gluon.aggregate
 class Stored:
-    """Stores tiles as they are, to y."""
+    """Stores tiles unchanged, to y."""
 
     y: Result
 

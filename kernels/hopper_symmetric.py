@@ -6,7 +6,7 @@ elements below the diagonal at both places, and those above it not. So the resul
 leaves out what lies past the last row or column of a matrix.
 
 The matrix that is added comes through the ring too. After the steps that multiply come PARTS more, each with a part of
-the tile, [64, 64] for each multiplying warpgroup, in the place of left's blocks: so its loads are under way while the
+the tile, [64, 64] for each multiplying warpgroup, instead of left's blocks, so its loads are under way while the
 tensor cores work. What is stored transposed needs a second block of 8 KB for each warpgroup: with 4 stages of 48 KB a
 CTA takes 229,672 bytes of shared memory.
 """
@@ -181,7 +181,7 @@ class Terms:
 
 @gluon.jit
 def add_part(value, ring, factor, stage, phase, WARPGROUP: gl.constexpr):
-    """A part of a half tile plus that of the matrix that is added, which lies in the ring."""
+    """A part of a half tile plus the same part of the added matrix, which is in the ring."""
     mbarrier.wait(ring.full.index(stage), phase)
     added = ring.left.index(2 * stage + WARPGROUP).load(value.type.layout)
     fence_async_shared()  # TMA writes to the block next
@@ -193,9 +193,9 @@ def add_part(value, ring, factor, stage, phase, WARPGROUP: gl.constexpr):
 
 @gluon.jit
 def finish(acc, work, ring, terms, tile, row, stage, phase, WARPGROUP: gl.constexpr):
-    """A half tile that begins at `row`, of which acc is the product, float32. It must take acc's registers.
+    """A half tile that begins at `row`, from its product acc, float32. It must take acc's registers.
 
-    For the next tile's product writes over acc, so that acc lives on: registers spill if the result does beside it.
+    The next tile's product writes over acc, so acc lives on: registers would spill if the result had its own.
     """
     layout: gl.constexpr = acc.type.layout
     acc *= terms.scale

@@ -1,6 +1,6 @@
 """Unpacks MXFP4: bytes of two 4-bit numbers, with an 8-bit power of two for each 32; see `jgg.core.mxfp4`.
 
-The four bits of a number are the sign, the exponent and the mantissa of a wider float. Put there as they are, they make
+The four bits of a number are the sign, the exponent and the mantissa of a wider float. Put there unchanged, they make
 a bfloat16 that is 2**126 times too small, subnormal where the exponent is 0. Two products bring it to its size: by
 2**126, which is exact, and by the scale.
 """
@@ -67,7 +67,7 @@ def unpack_pairs(pairs, scales, dtype: tl.constexpr):
 def unpack_rows(pairs, scales, dtype: tl.constexpr, PRODUCTS: tl.constexpr):
     """The numbers [2 * n, columns] in bytes [n, columns], packed along the rows, with scales [n / 16, columns].
 
-    They are in the places that `for_threads` gives them, if PRODUCTS is not 1.
+    If PRODUCTS is not 1, `for_threads` decides their places.
     """
     count: tl.constexpr = pairs.shape[0]
     columns: tl.constexpr = pairs.shape[1]

@@ -52,7 +52,7 @@ def norm_backward_kernel(
     ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """The gradient of x where y = norm(x) * scale, plus d_total, and that of scale, in parts.
+    """The gradient of x where y = norm(x) * scale, plus d_total, and the gradient of scale, in parts.
 
     Arrays: x, dy, d_total (or None) and dx [num_rows, COLUMNS], scale [COLUMNS], d_scale float32 [programs, COLUMNS],
     whose sum over the programs is the gradient of scale. The grid is (num_rows / ROWS,), rounded up.

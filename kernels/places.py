@@ -28,7 +28,7 @@ def for_threads(rows, PRODUCTS: tl.constexpr, SHARE: tl.constexpr):
 
 @triton.jit
 def for_threads_of_x(x, PRODUCTS: tl.constexpr, SHARE: tl.constexpr):
-    """The features of rows of x [rows, n] in the places that `for_threads` gives the rows of w."""
+    """The features of rows of x [rows, n], placed like `for_threads` places the rows of w."""
     rows: tl.constexpr = x.shape[0]
     count: tl.constexpr = x.shape[1]
     GROUP: tl.constexpr = PRODUCTS * 8 * SHARE

@@ -1,4 +1,4 @@
-"""The kernel of a symmetric product: left[g] @ right[g]^T, of which it computes the half below the diagonal."""
+"""The kernel of a symmetric product, left[g] @ right[g]^T: it computes the half below the diagonal."""
 
 import triton
 import triton.language as tl

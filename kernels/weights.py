@@ -54,7 +54,7 @@ def load_weight_scales(
 
 @triton.jit
 def load_row_scales(x_scales, rows, exists, k, REDUCED: tl.constexpr, BLOCK_REDUCED: tl.constexpr):
-    """The scales [rows, 1] of the rows' features from k on, BLOCK_REDUCED of which share one; zero past the rows."""
+    """The scales [rows, 1] of the rows' features from k on; BLOCK_REDUCED features share one; zero past the rows."""
     tl.static_assert(BLOCK % BLOCK_REDUCED == 0)
     SCALES: tl.constexpr = (REDUCED + BLOCK - 1) // BLOCK
     return tl.load(x_scales + rows.to(tl.int64) * SCALES + k // BLOCK, mask=exists, other=0.0)[:, None]
@@ -120,7 +120,7 @@ def load_packed_weight(
 ):
     """A block as `load_weight` returns it, of weights that are packed along the reduced axis, in `dtype`.
 
-    The reduced features are in the places of `places.for_threads`.
+    The reduced features are placed by `places.for_threads`.
     """
     HALF: tl.constexpr = BLOCK_REDUCED // 2
     STEPS: tl.constexpr = REDUCED // GROUP
