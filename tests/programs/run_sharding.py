@@ -225,7 +225,7 @@ def check_quantized_weights():
 
 
 def check_split_features_of_quantized_weights():
-    """The same, dequantized, of which fsdp splits the features."""
+    """The same, dequantized, with features split by fsdp."""
     axes = {"data": "a", "fsdp": "b", "expert": "c"}
     sharding = MoESharding(mesh_of("Explicit"), **axes, fsdp_splits="features", exchange="ragged_all_to_all")
     assert_quantized_weights_are_right("dequantized", sharding)

@@ -172,8 +172,9 @@ def _of_heads(array: jax.Array, key_heads: int) -> jax.Array:
 def _inverse(a: jax.Array) -> jax.Array:
     """(I + A)^-1 [..., C, C], where A is what `a` has below its diagonal.
 
-    The inverses of blocks of 1, 2, 4, ... tokens on the diagonal: two of them and what lies below the first give that
-    of a block of twice the size. Unlike a triangular solve it is made of products, which XLA can split over devices.
+    It inverts blocks of 1, 2, 4, ... tokens on the diagonal: two inverses and what lies below the first block give the
+    inverse of a block of twice the size. Unlike a triangular solve, this uses only products, which XLA can split over
+    devices.
     """
     size = a.shape[-1]
     tokens = jnp.arange(size, dtype=jnp.int32)
