@@ -1,4 +1,4 @@
-"""Writes a model's LoRA adapters into PEFT's format, and gives a model those of such a folder."""
+"""Writes a model's LoRA adapters in PEFT's format, and loads such a folder into a model."""
 
 import collections
 import dataclasses
@@ -151,8 +151,9 @@ def load_adapter(model: Decoder, folder: str | Path) -> None:
 
     Raises:
       FileNotFoundError: the folder or a file is missing.
-      ValueError: a file is damaged; a tensor is missing, is not expected or has a wrong shape; or the adapter is more
-        than low-rank terms, as with DoRA, biases or modules_to_save. The message names the file and the key or tensor.
+      ValueError: a file is damaged; a tensor is missing, is not expected or has a wrong shape; or the adapter has
+        more than low-rank terms, such as DoRA, biases or modules_to_save. The message names the file and the key or
+        tensor.
       TypeError: an argument or a setting has the wrong type.
     """
     check_instance("model", model, Decoder, "a jgg.models.Decoder")

@@ -1,4 +1,4 @@
-"""`generate` and `stream` continue prompts: the one returns all new tokens, the other returns them as they come."""
+"""`generate` and `stream` continue prompts: `generate` returns all new tokens at once, `stream` as they come."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Unpack, overload
@@ -108,9 +108,8 @@ def generate(
 
     Raises:
       ValueError: a shape or a number is wrong, a prompt has an id that the model's vocabulary lacks, or key and seeds
-        are missing.
-        Inside a transformation such as `jax.jit`, traced arrays are not checked: an unknown id makes the logits NaN,
-        and lengths are clipped to their range.
+        are missing. Inside a transformation such as `jax.jit`, traced arrays are not checked: an unknown id makes the
+        logits NaN, and lengths are clipped to their range.
       TypeError: an argument has the wrong type.
     """
     wanted = asked(

@@ -1,4 +1,4 @@
-"""Reads a whole model from a Hugging Face folder, a parameter of a layer at a time."""
+"""Reads a whole model from a Hugging Face folder, one parameter of one layer at a time."""
 
 import contextlib
 import dataclasses
@@ -60,10 +60,10 @@ def load(
     A Hugging Face Hub name, "owner/model", is fetched by `jgg.hf.download`, unless a folder with this path exists.
 
     Experts may be stored one by one, as in published checkpoints, or together, as transformers 5 has them in memory. As
-    in transformers, model.safetensors takes precedence over an index next to it. Not read, again as in transformers,
-    are the frequencies of rotary embeddings, a copy of a tied head, layers that predict further tokens, and vision and
-    audio towers; `save` copies the last two and the tokenizer's files. FP8 matrices outside the experts are dequantized
-    to bfloat16.
+    in transformers, model.safetensors takes precedence over an index next to it. Also as in transformers, `load` does
+    not read the frequencies of rotary embeddings, a copy of a tied head, layers that predict further tokens, and vision
+    and audio towers; `save` copies the last two and the tokenizer's files. FP8 matrices outside the experts are
+    dequantized to bfloat16.
 
     The headers of all files are checked before any tensor is read. Host memory holds one parameter of one layer at a
     time. With a sharding, each device gets only its own shards, except that FP8 experts are quantized on one device,
@@ -85,8 +85,8 @@ def load(
     Raises:
       FileNotFoundError: the folder, config.json or a file of tensors is missing, or the Hub has no such model.
       PermissionError, ConnectionError, ImportError: the model cannot be fetched, as `jgg.hf.download` says.
-      ValueError: config.json is none that `jgg.models.model_config` takes; a file is damaged or is a pipe, or the index
-        leads out of the folder; or a tensor is missing, is not expected, has a wrong shape or is not of floats. The
+      ValueError: `jgg.models.model_config` does not accept config.json; a file is damaged or is a pipe, or the index
+        leads out of the folder; or a tensor is missing, is not expected, has a wrong shape or does not hold floats. The
         message names the file and the key or tensor.
     """
     is_known = experts in ("dense", "as stored") if isinstance(experts, str) else isinstance(experts, Fp8)

@@ -1,4 +1,4 @@
-"""`Generated`: new tokens with what reinforcement learning needs of them, and the rows that a trainer takes."""
+"""`Generated`: new tokens with what reinforcement learning needs to know about them, and rows for a trainer."""
 
 from typing import NamedTuple
 

@@ -1,4 +1,4 @@
-"""The router's projection: float32 logits, computed by 16-bit tensor cores."""
+"""The router's projection: float32 logits, computed on 16-bit tensor cores."""
 
 import functools
 
@@ -25,11 +25,11 @@ def router_logits(
 ) -> jax.Array:
     """The router's logits `x @ w_router + bias`, float32.
 
-    Tokens in bfloat16 stay in bfloat16, since converting them to float32 takes longer than the product. A
-    float32 factor (w_router, or in the backward pass the gradient of the logits) becomes the sum of two bfloat16
-    numbers, which keep 17 bits (TF32, JAX's default, keeps 11); sums are in float32. Kernels multiply float16 in the
-    same way, and keep 23 bits; plain JAX multiplies tokens of another dtype than bfloat16 in float32. On a GPU the bits
-    of a token's logits do not depend on the other tokens or on their number.
+    Tokens in bfloat16 stay in bfloat16, since converting them to float32 takes longer than the product. A float32
+    factor (w_router or, in the backward pass, the gradient of the logits) becomes the sum of two bfloat16 numbers,
+    which keep 17 bits (TF32, JAX's default, keeps 11); sums are in float32. Kernels multiply float16 the same way and
+    keep 23 bits; plain JAX multiplies tokens that are not bfloat16 in float32. On a GPU the bits of a token's logits do
+    not depend on the other tokens or on their number.
 
     Args:
       x: float [T, H].
@@ -39,7 +39,7 @@ def router_logits(
       implementation: as in `grouped_gemm`. "xla" multiplies in float32 too, and is differentiable in forward mode.
 
     Returns: float32 [T, E].
-    Raises: ValueError: shapes disagree. TypeError: an argument is no float array.
+    Raises: ValueError: shapes disagree. TypeError: an argument is not a float array.
     """
     x, w_router = as_array("x", x), as_array("w_router", w_router)
     for name, array, shape in (("x", x, "[T, H]"), ("w_router", w_router, "[H, E]")):
@@ -64,7 +64,7 @@ def compute_logits(
     precision: jax.lax.Precision,
     implementation: str | None,
 ) -> jax.Array:
-    """`router_logits` of checked arguments."""
+    """`router_logits` for checked arguments."""
     if implementation == "xla":
         logits = jnp.dot(x.astype(jnp.float32), w_router.astype(jnp.float32), precision=precision)
     else:
@@ -87,7 +87,7 @@ def compute_matrix_logits(
     precision: jax.lax.Precision,
     implementation: str | None,
 ) -> jax.Array:
-    """`compute_logits` of a dense matrix with its LoRA term, if it has one: x is multiplied by `w + a b` in float32."""
+    """`compute_logits` for a dense matrix with its LoRA term, if any: multiplies x by `w + a b` in float32."""
     w = matrix.dense
     if matrix.factors is not None:
         a, b = (factor.astype(jnp.float32) for factor in matrix.factors)

@@ -1,4 +1,4 @@
-"""What keeps the experts' loads even: auxiliary losses of the router and the update of the selection bias."""
+"""Keeps the experts' loads even: auxiliary losses of the router and the update of the selection bias."""
 
 from collections.abc import Hashable
 
@@ -33,9 +33,9 @@ def load_balancing_loss(
       topk_indices: integer [T, k], the expert of each choice.
       score: as in `route`: how logits become probabilities. For "sigmoid", each score is divided by the sum over
         all E experts.
-      mask: bool or number [T], False or 0 for the tokens to leave out, padding for example; by default all count.
-      axis_name: inside `jax.shard_map`, the mesh axis or axes over which tokens are split; the means are over the
-        tokens of all devices.
+      mask: bool or number [T], False or 0 for tokens to leave out, such as padding; by default all count.
+      axis_name: inside `jax.shard_map`, the mesh axis or axes that split tokens; the means are over the tokens of all
+        devices.
 
     Returns: float32 scalar, 0 if no token counts.
     Raises: ValueError, TypeError: as `route`.
@@ -57,7 +57,7 @@ def load_balancing_loss(
 
 
 def counted_rows(topk_indices: jax.Array, counts: jax.Array | None, num_experts: int, how: How) -> jax.Array:
-    """Rows of each expert, int32 [E], from tokens that count: topk_indices [T, k]; counts: bool [T], None for all."""
+    """Rows per expert, int32 [E], from tokens that count; topk_indices is [T, k], counts bool [T] or None for all."""
     # the rows of tokens left out go past every group
     experts = topk_indices if counts is None else jnp.where(counts[:, None], saturated_int32(topk_indices), -1)
     return compute_order(experts, num_experts, how)[0]
@@ -66,10 +66,10 @@ def counted_rows(topk_indices: jax.Array, counts: jax.Array | None, num_experts:
 def compute_load_balancing_loss(
     logits: jax.Array, rows: jax.Array, counts: jax.Array | None, topk: int, score: str, axis_name: Hashable
 ) -> jax.Array:
-    """`load_balancing_loss` of checked arguments.
+    """`load_balancing_loss` for checked arguments.
 
     Args:
-      rows: int32 [E], rows of each expert, from tokens that count.
+      rows: int32 [E], rows per expert, from tokens that count.
       counts: bool [T], which tokens count; None for all.
     """
     logits = zeroed(logits.astype(jnp.float32), counts)
@@ -99,7 +99,7 @@ def router_z_loss(logits: ArrayLike, *, mask: ArrayLike | None = None, axis_name
 
 
 def compute_router_z_loss(logits: jax.Array, counts: jax.Array | None, axis_name: Hashable) -> jax.Array:
-    """`router_z_loss` of checked arguments; counts: bool [T], which tokens count, or None for all."""
+    """`router_z_loss` for checked arguments; counts: bool [T], which tokens count, or None for all."""
     logits = zeroed(logits.astype(jnp.float32), counts)
     squares = zeroed(jnp.square(jax.nn.logsumexp(logits, axis=-1)), counts)
     total, num_counted = jax.lax.psum((jnp.sum(squares), _number_of(counts, logits)), axis_name)
@@ -149,5 +149,5 @@ def _signs_of_mean_minus(counts: jax.Array) -> jax.Array:
 
 
 def _number_of(counts: jax.Array | None, logits: jax.Array) -> jax.Array:
-    """How many tokens count, int32."""
+    """The number of tokens that count, int32."""
     return jnp.sum(jnp.ones(logits.shape[:1], bool) if counts is None else counts, dtype=jnp.int32)

@@ -8,7 +8,7 @@ SCORES = ("softmax", "topk_softmax", "sigmoid")
 
 
 class RouterOptions(NamedTuple):
-    """The options of `route` that its logits do not have, as plain numbers."""
+    """The options of `route` that are not arrays, as plain numbers."""
 
     topk: int
     score: str

@@ -89,18 +89,18 @@ def route(
       selection_bias: float [E], added to the scores to choose experts and groups; it gets no gradient. See
         `update_selection_bias`.
       num_groups: groups of E / num_groups consecutive experts each.
-      topk_groups: number of groups from which a token may take experts. It takes the groups with the highest group
-        score, the sum of the group's `scores_per_group` highest scores, each plus its `selection_bias`. For
-        "topk_softmax" these scores are the logits.
+      topk_groups: number of groups that a token may take experts from: the groups with the highest group score, which
+        is the sum of the group's `scores_per_group` highest scores, each plus its `selection_bias`. For "topk_softmax"
+        these scores are the logits.
       scores_per_group: how many scores rank a group, at most E / num_groups. By default two for "sigmoid", as in
         DeepSeek-V3, else one, as in DeepSeek-V2. Megatron Core and Transformer Engine take k // topk_groups.
       topk_indices: integer [T, k], experts to use instead of the router's choice, for example to replay the choices of
-        another router; None if the router makes all choices. -1 leaves a choice to the router: of the k experts that
-        it would choose without topk_indices, the best that the token is not given replace its -1s, in order. So they
-        stay within the router's groups; given experts may be of any group. The options above turn the logits of the
-        experts used into weights. An expert given to a token twice has two rows, each with its weight. A choice with
-        an index outside [-1, E) has no expert: its weight is 0, normalization leaves it out, and it adds nothing in
-        `moe_mlp`.
+        another router; None if the router makes all choices. -1 leaves a choice to the router: it takes the k experts
+        that it would choose without topk_indices, skips those that the token is already given, and replaces the -1s by
+        the best of the rest, in order. These stay within the router's groups; given experts may be in any group. The
+        options above turn the logits of the experts used into weights. An expert given to a token twice has two rows,
+        each with its weight. A choice with an index outside [-1, E) has no expert: its weight is 0, normalization
+        leaves it out, and it adds nothing in `moe_mlp`.
       implementation: how to choose, weigh and sort, as in `grouped_gemm`. All implementations choose the same experts
         for the same scores; weights may differ in their last bits. With kernels, no bit of a token's choices and
         weights depends on the other tokens.
@@ -142,7 +142,7 @@ def compute_routing(
     how: How,
     options: RouterOptions,
 ) -> Routing:
-    """`route` of checked arguments; its topk_indices are `given`."""
+    """`route` for checked arguments; its topk_indices are `given`."""
     logits = logits.astype(jnp.float32)
     fixed = jax.lax.stop_gradient(logits)
     if selection_bias is None and given is None and options.takes_every_group and are_few(logits, how):
@@ -196,7 +196,7 @@ def _choose(logits: jax.Array, selection_bias: jax.Array | None, options: Router
 
 
 def _sum_of_best(scores: jax.Array, best: jax.Array) -> jax.Array:
-    """The sum of the scores [..., E] at indices [..., n]. Its order is fixed, as XLA's is for two numbers alone."""
+    """The sum of the scores [..., E] at indices [..., n], in a fixed order; XLA's is fixed only for two numbers."""
     found = jnp.take_along_axis(scores, best, axis=-1)
     others = (found[..., place] for place in range(2, found.shape[-1]))
     return sum(others, start=jnp.sum(found[..., :2], axis=-1))
@@ -212,9 +212,8 @@ def _top_k(scores: jax.Array, k: int, how: How) -> jax.Array:
 def _replace_given(own: jax.Array, given: jax.Array) -> jax.Array:
     """The given experts, int32 [T, k], with the router's own experts [T, k] in place of each -1.
 
-    The n-th -1 of a token takes the n-th of its own experts that is not given: own [5, 2, 7] and given [-1, 5, -1] are
-    [2, 5, 7]. There are enough of them, because a token has at least as many choices that are given as own experts that
-    are.
+    The n-th -1 of a token becomes the n-th of its own experts that is not given: own [5, 2, 7] and given [-1, 5, -1]
+    become [2, 5, 7]. There are always enough, because at most as many own experts are given as there are given choices.
     """
     is_open = given == -1
     is_left = jnp.all(own[:, :, None] != given[:, None, :], axis=-1)
@@ -238,7 +237,8 @@ def sort_by_expert(
     Returns:
       group_sizes int32 [E] and gather_indices int32 [M], the position in token order of each row in expert order.
 
-    Raises: TypeError: topk_indices is not an integer array, or num_experts no int. ValueError: num_experts is negative.
+    Raises: TypeError: topk_indices is not an integer array, or num_experts is not an int. ValueError: num_experts is
+      negative.
     """
     topk_indices = as_array("topk_indices", topk_indices)
     check_integers("topk_indices", topk_indices)
@@ -248,16 +248,17 @@ def sort_by_expert(
 
 
 def compute_order(topk_indices: jax.Array, num_experts: int, how: How) -> tuple[jax.Array, jax.Array]:
-    """`sort_by_expert` of checked arguments."""
+    """`sort_by_expert` for checked arguments."""
     experts = saturated_int32(topk_indices.reshape(-1))
     sorted_rows = SORT(how, Sort(experts), num_experts=num_experts)
     return sorted_rows.group_sizes, sorted_rows.gather_indices
 
 
 def with_factors(routing: Routing, factors: jax.Array) -> Routing:
-    """The routing with the weights multiplied by the factor [E] of each choice's expert; 0 for a choice that is none.
+    """Multiplies each choice's weight by its expert's factor [E], or by 0 if the choice has no expert.
 
-    The sum has at most one term that is not zero, so it is exact, and unlike a gather's its gradient needs no atomics.
+    The factors are looked up by a sum with at most one nonzero term: it is exact, and unlike a gather, its gradient
+    needs no atomics.
     """
     is_own = routing.topk_indices[..., None] == jnp.arange(len(factors), dtype=jnp.int32)[None, None]  # [T, k, E]
     own = jnp.sum(jnp.where(is_own, factors.astype(jnp.float32)[None, None], 0.0), axis=-1)
@@ -265,7 +266,7 @@ def with_factors(routing: Routing, factors: jax.Array) -> Routing:
 
 
 def without_masked(routing: Routing, mask: jax.Array, num_experts: int, how: How) -> Routing:
-    """The routing of the tokens whose mask [T] is True; the choices of others are -1 and belong to no group."""
+    """The routing of tokens whose mask [T] is True; other tokens' choices are -1 and belong to no group."""
     topk_indices = jnp.where(mask[:, None], routing.topk_indices, -1)
     topk_weights = jnp.where(mask[:, None], routing.topk_weights, 0.0)
     return Routing(topk_weights, topk_indices, *compute_order(topk_indices, num_experts, how))
@@ -294,7 +295,7 @@ def as_selection_bias(selection_bias: ArrayLike, num_experts: int) -> jax.Array:
 
 
 def as_given_choices(topk_indices: ArrayLike, axes: str, shape: tuple[int, ...]) -> jax.Array:
-    """The choices that a router is given, as an array; raises unless they are integers of this shape, named `axes`."""
+    """The choices given to a router, as an array; raises unless they are integers of this shape, named `axes`."""
     topk_indices = as_array("topk_indices", topk_indices)
     if topk_indices.shape != shape:
         raise ValueError(f"topk_indices must be {axes} = {list(shape)}, got {list(topk_indices.shape)}.")

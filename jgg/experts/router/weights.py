@@ -18,7 +18,7 @@ def weigh(
     scale: float,
     all_are_experts: bool,
 ) -> jax.Array:
-    """The weights of the chosen experts, float32 [T, k]; 0 for a choice that is no expert."""
+    """The weights of the chosen experts, float32 [T, k]; 0 for a choice without an expert."""
     if score != "softmax" or normalize:
         return WEIGH(
             how,

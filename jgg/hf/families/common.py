@@ -1,6 +1,6 @@
 """The keys of config.json that every family of `jgg.models` has, with the defaults of transformers.
 
-The rows of a family's defaults have the keys of the model, of attention and of experts, in this order.
+The rows of a family's defaults hold the keys of the model, of attention and of experts, in this order.
 """
 
 # keys of all families that `jgg.models` has

@@ -53,7 +53,7 @@ def _gemma4(settings: Settings) -> Arguments:
 
 
 def _mixers(settings: Settings) -> tuple[AttentionConfig, ...]:
-    """Attention of each layer: those with a window and those without differ in the sizes of heads too."""
+    """Attention of each layer; layers with and without a window also differ in head sizes."""
     numbers = range(settings.int("num_hidden_layers"))
     usual = [_SLIDING if (number + 1) % _PERIOD else _FULL for number in numbers]
     types = [*read_layer_types(settings, [_SLIDING, _FULL], usual)[:-1], _FULL]
@@ -69,7 +69,7 @@ def _mixers(settings: Settings) -> tuple[AttentionConfig, ...]:
 
 
 def _of_layers(settings: Settings, types: list[str]) -> Mapping[int, Mapping[str, object]]:
-    """What layers have of their own, by their numbers, in the words of transformers 5.24 or of older ones."""
+    """The layers' own settings, by layer number, in the format of transformers 5.24 or older."""
     given = settings.get("per_layer_config")
     if given is None:
         own = {"head_dim": settings.get("global_head_dim")}
@@ -89,7 +89,7 @@ def _of_layers(settings: Settings, types: list[str]) -> Mapping[int, Mapping[str
 
 
 def _attention(settings: Settings, kind: str) -> AttentionConfig:
-    """Attention of a layer of this kind, by settings that have what the layer has of its own."""
+    """Attention of a layer of this kind, from settings that include the layer's own."""
     is_full = kind == _FULL
     return read_attention(
         settings,

@@ -44,7 +44,7 @@ def _qwen3_5(settings: Settings) -> Arguments:
 
 
 def _mixers(settings: Settings, *, is_grouped: bool) -> Arguments:
-    """The mixers of all layers, the scales of whose norms are stored around zero."""
+    """The mixers of all layers; the scales of their norms are stored around zero."""
     settings.only("hidden_act", "silu")  # the convolution's too
     kinds = {
         "linear_attention": _read_delta(settings, is_grouped=is_grouped),
