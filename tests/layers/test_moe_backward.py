@@ -129,4 +129,4 @@ def test_gradients_beside_frozen_arrays(quantization):
         some = {name: array for name, array in arrays.items() if name not in frozen}
         got = gradient(some, {name: arrays[name] for name in frozen})
         for name, array in got.items():
-            np.testing.assert_allclose(array, want[name], rtol=1e-5, atol=1e-6, err_msg=f"{name} beside {frozen}")
+            np.testing.assert_allclose(array, want[name], rtol=1e-5, atol=1e-6, err_msg=f"{name} with {frozen} frozen")

@@ -93,7 +93,7 @@ PIECES = {25: b"A\xc3", 23: b"\xa9b", 31: b"\xe2\x82", 18: b"\xac.", 32: b"one "
 
 
 def decode(tokens):
-    """The text of tokens, some of which end inside a character."""
+    """The text of tokens; some tokens end inside a character."""
     return b"".join(PIECES.get(token, b"%d " % token) for token in tokens).decode(errors="replace")
 
 

@@ -316,7 +316,7 @@ def check_own_sequences():
 
 
 def check_losses():
-    """The gradients of weighted losses of sequences that devices split, two of which have the same ones."""
+    """The gradients of weighted losses of sequences that devices split; two devices have the same ones."""
     keys = jax.random.split(jax.random.key(0), 3)
     x, w, weights = (
         jax.random.normal(key, shape) for key, shape in zip(keys, ((8, 7, 8), (8, 64), (8, 7)), strict=True)

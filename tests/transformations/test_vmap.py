@@ -134,7 +134,7 @@ def test_without_tokens(shape, function):
 
 @on(INTERPRET, PLAIN_JAX, None)
 def test_layers_that_drop_tokens(implementation):
-    """Each element with its own weights and choices, some of which name no expert."""
+    """Each element with its own weights and choices; some choices name no expert."""
     runs = [moe_oracle.make(seed=seed, tokens=24, features=8, hidden=8, experts=3) for seed in range(2)]
     for seed, (_, chosen, _) in enumerate(runs):
         chosen[seed::2] = 3  # no such expert

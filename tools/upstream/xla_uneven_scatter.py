@@ -27,7 +27,7 @@ ROWS, COLUMNS = jnp.arange(3)[:, None], jnp.array([[1, 2], [3, 4], [5, 6]])
 
 
 def add(updates: jax.Array, sharding: jax.NamedSharding | None = None) -> jax.Array:
-    """Zeros [3, 8] with exp(updates) added at 6 elements, none of which is [0, 0]."""
+    """Zeros [3, 8] with exp(updates) added at 6 elements other than [0, 0]."""
     if sharding is not None:
         updates = jax.lax.with_sharding_constraint(updates, sharding)
     return jnp.zeros((3, 8)).at[ROWS, COLUMNS].add(jnp.exp(updates))
