@@ -120,7 +120,7 @@ def test_folders_for_servers_are_whole(tmp_path):
 def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path):
     folder_with_tokenizer("qwen3_moe", tmp_path / "model")
     (tmp_path / "train.jsonl").write_text(json.dumps({"text": "t1 t2 t3 t4"}))
-    (code,) = code_of("fine-tune.md", "Whole models")
+    (code,) = code_of("fine-tune.md", "In Python")
     names = run_code(code)
     losses = names["record"].metrics["loss"]
     assert losses[-1] < losses[0]
