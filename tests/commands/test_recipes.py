@@ -87,7 +87,7 @@ def test_fine_tune(tmp_path, monkeypatch):
     shutil.copy(ADAPTERS / "qwen3_moe" / "config.json", tmp_path / "model")
     save_file(base, tmp_path / "model" / "model.safetensors")
     monkeypatch.chdir(tmp_path)
-    blocks = code_of("fine-tune.md", "Layers") + code_of("fine-tune.md", "Save, resume, merge")
+    blocks = code_of("fine-tune.md", "Your own layers") + code_of("fine-tune.md", "Save, resume, merge")
     (train, save, load), (quantize,) = blocks, code_of("fine-tune.md", "Quantized experts")
     names = run_code(train + save)
     trained = [layer.adapters() for layer in names["layers"]]
@@ -113,7 +113,7 @@ def test_fine_tune(tmp_path, monkeypatch):
 
 # how many comparisons of `before` and `after` a section of migrate.md has
 COMPARISONS = {
-    "Arrays": 0,
+    "Setup": 0,
     "jax.lax.ragged_dot": 2,
     "tokamax": 0,
     "MegaBlox": 1,
