@@ -1,4 +1,4 @@
-"""jgg: grouped GEMM for JAX mixture-of-experts training on NVIDIA GPUs.
+"""Fine-tune, train and run mixture-of-experts (MoE) models in JAX, with fast Triton kernels for NVIDIA GPUs.
 
 `import jgg` makes all of it available, but imports nothing, not even JAX, until you use it.
 """

@@ -19,18 +19,18 @@ from jgg.cli.parsing import make_parser
 ROOT = Path(__file__).parent.parent
 ALLOWED = {  # phrase: how often it may stand in pages, docstrings, help and notebooks; these numbers only go down
     "in the place of": (0, 0, 0, 0),
-    "of which": (0, 0, 0, 1),
+    "of which": (0, 0, 0, 0),
     "by which": (0, 0, 0, 0),
     "is concerned": (0, 0, 0, 0),
     "anew": (0, 0, 0, 0),
     "mend": (0, 0, 0, 0),
     "as it is": (0, 0, 0, 0),
-    "as they are": (0, 0, 0, 1),
-    "so many": (0, 0, 0, 1),
+    "as they are": (0, 0, 0, 0),
+    "so many": (0, 0, 0, 0),
     "those that are": (0, 0, 0, 0),
     "those who": (0, 0, 0, 0),
-    "that of": (0, 0, 0, 3),
-    "beside": (0, 0, 0, 5),
+    "that of": (0, 0, 0, 0),
+    "beside": (0, 0, 0, 0),
 }
 MOST_WORDS = 24_000  # of docs/*.md without the changelog
 Text = tuple[str, str]  # where it stands, with what comes before a number of a line, and what it says

@@ -219,6 +219,8 @@ def test_one_sentence_describes_jgg_everywhere():
     assert f"\nsite_description: {DESCRIPTION}\n" in SETTINGS
     first = next(line for line in (ROOT / "README.md").read_text().splitlines() if re.match(r"\w", line))
     assert first == DESCRIPTION
+    assert f"\nabstract: {DESCRIPTION}\n" in (ROOT / "CITATION.cff").read_text()
+    assert jgg.__doc__.startswith(f"{DESCRIPTION}\n")
 
 
 def test_pages_have_titles_and_descriptions_of_their_own():

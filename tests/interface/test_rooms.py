@@ -13,7 +13,7 @@ PACKAGE = ROOT / "jgg"
 def rooms():
     """The rooms in CONTRIBUTING.md's order: folders of jgg, and the modules that people import."""
     text = (ROOT / "CONTRIBUTING.md").read_text()
-    (listed,) = re.findall(r"imports only from later ones:\s(.*?)\.\s", text, re.DOTALL)
+    (listed,) = re.findall(r"imports\s+only\s+from\s+later\s+ones:\s(.*?)\.\s", text, re.DOTALL)
     return [name.strip(" `\n/") for name in listed.split(",")]
 
 
