@@ -6,7 +6,7 @@ run the same two programs, so that their bits are the same.
 
 import dataclasses
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -14,68 +14,14 @@ from flax import nnx
 
 from jgg.extend import barrier
 from jgg.models import penalties
-from jgg.models.decoder import Caches, Decoder
+from jgg.models.decoder import Decoder
 from jgg.models.head import Head
 from jgg.models.loss import losses_by
-from jgg.models.penalties import Occurrences, Penalties
 from jgg.models.placement import split_batch
-from jgg.models.prefill import Plan, prefill, run_layers
-from jgg.models.sampling import Sampling, draw, of_samples
+from jgg.models.prefill import Plan, Prefilled, prefill, run_layers
+from jgg.models.rows import New, Request, State, no_state, no_tokens, repeated_last, split_rows
+from jgg.models.sampling import draw
 from jgg.models.stacks import State as ModelState
-
-
-class Request(NamedTuple):
-    """What is asked for, apart from the prompts [B, S].
-
-    Attributes:
-      lengths: int32 [B], of the prompts.
-      sampling: how tokens of the B prompts are drawn; None to take the likeliest.
-      penalties: of the B prompts; None for no penalties.
-      stops: int32 [sequences, W], what ends a row; shorter sequences have -1 in front.
-    """
-
-    lengths: jax.Array
-    sampling: Sampling | None
-    penalties: Penalties | None
-    stops: jax.Array
-
-    def of_samples(self, num_samples: int) -> "Request":
-        """The request of `num_samples` rows for each prompt."""
-        return self._replace(
-            lengths=jnp.repeat(self.lengths, num_samples),
-            sampling=None if self.sampling is None else of_samples(self.sampling, num_samples),
-            penalties=jax.tree.map(lambda array: jnp.repeat(array, num_samples), self.penalties),
-        )
-
-
-class Record(NamedTuple):
-    """The details of new tokens [R, N], and the choices of experts [L, R, S + N, k], as in `Generated`."""
-
-    log_probabilities: jax.Array
-    sampled_log_probabilities: jax.Array
-    topk_indices: jax.Array
-
-
-class State(NamedTuple):
-    """The state between steps.
-
-    Attributes:
-      filled: int32 [], how many of the N new tokens of each row are there.
-      recent: int32 [R, W], the last of a row's new tokens, as many as the longest stop sequence has; before them -1.
-      is_done: bool [R].
-      tokens: int32 [R, N]; past the `filled` ones, the last of them is repeated.
-      lengths: int32 [R], of the new tokens, with the one that ended a row.
-      occurrences: of tokens; None without penalties.
-    """
-
-    filled: jax.Array
-    recent: jax.Array
-    is_done: jax.Array
-    tokens: jax.Array
-    lengths: jax.Array
-    occurrences: Occurrences | None
-    caches: Caches
-    record: Record | None
 
 
 def split_model(model: Decoder) -> tuple[nnx.GraphDef[Decoder], ModelState]:
@@ -99,13 +45,12 @@ def start(
       prompts: int32 [B, S].
     """
     model = nnx.merge(graphdef, state)
-    logits, caches, choices = prefill(model, prompts, request.lengths, plan)
-    rows = request.of_samples(plan.num_samples)
-    empty = _empty(caches, choices, rows, plan)
-    if request.penalties is not None:
-        of_prompts = penalties.of_prompts(prompts, request.lengths, model.config.vocabulary, plan.num_samples)
-        empty = empty._replace(occurrences=of_prompts)
-    return _settled(_next(empty, logits, rows, _head(model)), model)
+    done = prefill(model, prompts, request.rows.lengths, plan, prompts.shape[1] + plan.most)
+    started = first_tokens(model, prompts, done, request, plan)
+    caches = jax.tree.map(
+        lambda array: split_batch(repeated(array, plan.num_samples, 1), model.options.sharding, 1), done.caches
+    )
+    return _settled(started._replace(caches=caches), model)
 
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames="plan", donate_argnames="before")
@@ -113,7 +58,7 @@ def advance(
     graphdef: nnx.GraphDef[Decoder],
     state: ModelState,
     before: State,
-    request: Request,
+    stops: jax.Array,
     ended: jax.Array,
     new_tokens: jax.Array,
     *,
@@ -123,112 +68,113 @@ def advance(
 
     Args:
       before: the state of `start` or of this function, which is gone then.
-      request: the same as for `start`.
+      stops: of the request.
       ended: bool [R], rows to end, in addition to those that have ended.
       new_tokens: int32 [], of `plan.most`.
     """
-    outside = nnx.merge(graphdef, state)
-    head, rows = _head(outside), request.of_samples(plan.num_samples)
 
     def goes_on(loop: State) -> jax.Array:
-        return (loop.filled < new_tokens) & ~loop.is_done.all()
+        return (jnp.max(loop.new.filled, initial=0) < new_tokens) & ~loop.is_done.all()
+
+    after = decoded(graphdef, state, before._replace(is_done=before.is_done | ended), stops, goes_on, plan)
+    return _settled(after, nnx.merge(graphdef, state))
+
+
+def first_tokens(model: Decoder, prompts: jax.Array, done: Prefilled, request: Request, plan: Plan) -> State:
+    """The state of the rows of prompts [B, S] with their first new tokens, but without caches."""
+    times = plan.num_samples
+    rows = request.rows.of_samples(times)
+    choices = done.choices
+    if choices is not None:
+        choices = jnp.pad(repeated(choices, times, 1), ((0, 0), (0, 0), (0, plan.most), (0, 0)), constant_values=-1)
+    occurrences = None
+    if rows.penalties is not None:
+        occurrences = penalties.of_prompts(prompts, request.rows.lengths, model.config.vocabulary, times)
+    empty = no_state(rows, no_tokens(len(rows.lengths), plan, choices), occurrences, {}, request.stops.shape[1])
+    return _next(empty, repeated(model.raw_logits(done.last), times, 0), request.stops, head_of(model))
+
+
+def decoded(
+    graphdef: nnx.GraphDef[Decoder],
+    state: ModelState,
+    loop: State,
+    stops: jax.Array,
+    goes_on: Callable[[State], jax.Array],
+    plan: Plan,
+) -> State:
+    """The state after one more token of each row that has not ended, as often as the state `goes_on`."""
+    head = head_of(nnx.merge(graphdef, state))
 
     def step(loop: State) -> State:
         model = nnx.merge(graphdef, state)  # of this trace, for what it sows
-        logits, loop = _step(model, loop, rows, plan)
-        return _next(loop, logits, rows, head)
+        logits, loop = _step(model, loop, plan, len(stops) > 0)
+        return _next(loop, logits, stops, head)
 
-    after = jax.lax.while_loop(goes_on, step, before._replace(is_done=before.is_done | ended))
-    return _settled(after, outside)
+    return jax.lax.while_loop(goes_on, step, loop)
 
 
-def _head(model: Decoder) -> Head:
+def head_of(model: Decoder) -> Head:
+    """How the model's logits are computed from raw ones."""
     return dataclasses.replace(model.head, mapped=model.options.mapped)
 
 
+def repeated(array: jax.Array, times: int, axis: int) -> jax.Array:
+    """An array with each of its prompts repeated, for that many rows."""
+    return array if times == 1 else jnp.repeat(array, times, axis=axis)
+
+
 def _settled(loop: State, model: Decoder) -> State:
-    """The state with `tokens` as it says there, and split over devices in one way, so that programs fit each other."""
-    columns = jnp.minimum(jnp.arange(loop.tokens.shape[1], dtype=jnp.int32), loop.filled - 1)
-    loop = loop._replace(tokens=loop.tokens[:, columns])
-    sharding = model.options.sharding
-    if sharding is None:
-        return loop
-    of_rows = functools.partial(split_batch, sharding=sharding)
-    of_layers = functools.partial(split_batch, sharding=sharding, axis=1)
-    record = loop.record
-    if record is not None:
-        record = Record(of_rows(record[0]), of_rows(record[1]), of_layers(record.topk_indices))
-    return loop._replace(
-        recent=of_rows(loop.recent),
-        is_done=of_rows(loop.is_done),
-        tokens=of_rows(loop.tokens),
-        lengths=of_rows(loop.lengths),
-        occurrences=jax.tree.map(of_rows, loop.occurrences),
-        caches=jax.tree.map(of_layers, loop.caches),
-        record=record,
-    )
+    return split_rows(loop._replace(new=repeated_last(loop.new)), model.options.sharding)
 
 
-def _empty(caches: Caches, choices: jax.Array | None, rows: Request, plan: Plan) -> State:
-    """The state before the first new token."""
-    count = len(rows.lengths)
-    none = jnp.zeros((count, plan.most), jnp.float32)
-    return State(
-        filled=jnp.int32(0),
-        recent=jnp.full((count, rows.stops.shape[1]), -1, jnp.int32),
-        is_done=jnp.zeros(count, bool),
-        tokens=jnp.zeros((count, plan.most), jnp.int32),
-        lengths=jnp.zeros(count, jnp.int32),
-        occurrences=None,
-        caches=caches,
-        record=None if choices is None else Record(none, none, choices),
-    )
-
-
-def _step(model: Decoder, loop: State, rows: Request, plan: Plan) -> tuple[jax.Array, State]:
+def _step(model: Decoder, loop: State, plan: Plan, may_stop: bool) -> tuple[jax.Array, State]:
     """The raw logits [R, V] after the last token of each row, and the loop with what it adds to caches and record."""
     # the caches have the padding of prompts at these positions, which is overwritten before a token attends to it
-    positions = (rows.lengths + loop.filled - 1)[:, None]
+    positions = (loop.rows.lengths + loop.new.filled - 1)[:, None]
     count = len(positions)
     is_on = ~loop.is_done[:, None]
-    mask = is_on if count > 1 and len(rows.stops) else None  # else hardly a row waits for others
+    may_wait = count > 1 and (may_stop or loop.rows.limits is not None)
+    mask = is_on if may_wait else None  # else hardly a row waits for others
     x, caches, choices = run_layers(model, loop.recent[:, -1:], positions, loop.caches, is_on, plan, mask=mask)
-    record = loop.record
+    record = loop.new.record
     if record is not None:
         of_rows = jnp.arange(count)[:, None], positions
         record = record._replace(topk_indices=record.topk_indices.at[:, *of_rows].set(choices))
-    return model.raw_logits(x[:, 0]), loop._replace(caches=caches, record=record)
+    return model.raw_logits(x[:, 0]), loop._replace(caches=caches, new=loop.new._replace(record=record))
 
 
-def _next(loop: State, logits: jax.Array, rows: Request, head: Head) -> State:
+def _next(loop: State, logits: jax.Array, stops: jax.Array, head: Head) -> State:
     """The loop with one more token of each row, by its raw logits [R, V]."""
+    rows, new = loop.rows, loop.new
     final, occurrences = head.final(logits), loop.occurrences
     if rows.penalties is not None and occurrences is not None:
         final = penalties.penalized(final, rows.penalties, occurrences)
     # behind a barrier, else other bits might come of the fusions that another batch has
-    drawn = draw(barrier(final), rows.sampling, loop.filled, head.of_final)
+    drawn = draw(barrier(final), rows.sampling, new.filled, head.of_final)
     tokens = jnp.where(loop.is_done, loop.recent[:, -1], drawn.tokens)
     recent = jnp.concatenate([loop.recent[:, 1:], tokens[:, None]], axis=1)
     is_there = ~loop.is_done & (tokens >= 0)
-    record = loop.record
+    columns = jnp.arange(new.tokens.shape[1], dtype=jnp.int32)[None]
+    is_next = ~loop.is_done[:, None] & (columns == new.filled[:, None])
+
+    def put(array: jax.Array, values: jax.Array) -> jax.Array:
+        return jnp.where(is_next, values[:, None], array)
+
+    record = new.record
     if record is not None:
         of_model = -losses_by(logits, tokens, head).losses
-
-        def put(array: jax.Array, values: jax.Array) -> jax.Array:
-            return array.at[:, loop.filled].set(jnp.where(is_there, values, 0.0))
-
         record = record._replace(
-            log_probabilities=put(record.log_probabilities, of_model),
-            sampled_log_probabilities=put(record.sampled_log_probabilities, drawn.log_probabilities),
+            log_probabilities=put(record.log_probabilities, jnp.where(is_there, of_model, 0.0)),
+            sampled_log_probabilities=put(
+                record.sampled_log_probabilities, jnp.where(is_there, drawn.log_probabilities, 0.0)
+            ),
         )
-    stops = rows.stops
+    filled = new.filled + (~loop.is_done).astype(jnp.int32)
     is_stop = ((stops[None] == recent[:, None]) | (stops[None] < 0)).all(axis=-1).any(axis=-1)
+    is_full = False if rows.limits is None else filled >= rows.limits
     return loop._replace(
-        filled=loop.filled + 1,
         recent=recent,
-        is_done=loop.is_done | is_stop | (tokens < 0),
-        tokens=loop.tokens.at[:, loop.filled].set(tokens),
-        lengths=loop.lengths + is_there.astype(jnp.int32),
+        is_done=loop.is_done | is_stop | is_full | (tokens < 0),
+        new=New(put(new.tokens, tokens), filled, new.lengths + is_there.astype(jnp.int32), record),
         occurrences=None if occurrences is None else penalties.counted(occurrences, tokens),
-        record=record,
     )

@@ -9,7 +9,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jgg.core.arguments import as_int
-from jgg.models import decoding
+from jgg.models import continuous, decoding
 from jgg.models.decoder import Decoder
 from jgg.models.requests import Options, asked
 from jgg.models.rollouts import Generated
@@ -20,7 +20,7 @@ from jgg.models.streaming import Stream, result_of
 def generate(
     model: Decoder,
     tokens: ArrayLike,
-    max_new_tokens: int,
+    max_new_tokens: ArrayLike,
     *,
     details: Literal[False] = False,
     **options: Unpack[Options],
@@ -29,14 +29,14 @@ def generate(
 
 @overload
 def generate(
-    model: Decoder, tokens: ArrayLike, max_new_tokens: int, *, details: Literal[True], **options: Unpack[Options]
+    model: Decoder, tokens: ArrayLike, max_new_tokens: ArrayLike, *, details: Literal[True], **options: Unpack[Options]
 ) -> Generated: ...
 
 
 def generate(
     model: Decoder,
     tokens: ArrayLike,
-    max_new_tokens: int,
+    max_new_tokens: ArrayLike,
     *,
     lengths: ArrayLike | None = None,
     temperature: ArrayLike = 0.0,
@@ -52,6 +52,7 @@ def generate(
     stop_tokens: Iterable[int | Sequence[int]] = (),
     details: bool = False,
     prefill_chunk: int | None = None,
+    rows: int | None = None,
 ) -> jax.Array | Generated:
     """Continues prompts.
 
@@ -75,7 +76,8 @@ def generate(
     Args:
       model: the model.
       tokens: integer [B, S], one prompt per row, S at least 1. Pad shorter prompts at the end, with any number.
-      max_new_tokens: N, how many tokens to add to each prompt, at least 1.
+      max_new_tokens: how many tokens to add to each prompt, at least 1; a number for all prompts, integers [B], or
+        integers [B, num_samples]. N is the largest.
       lengths: integer [B], the lengths of the prompts, from 1 to S; the rest of a row is not read. None if all prompts
         have S tokens.
       temperature: sampling temperature, a number for all prompts, or numbers [B]; 0 decodes greedily.
@@ -102,6 +104,10 @@ def generate(
       details: whether to return a `Generated`.
       prefill_chunk: how many tokens of each prompt run through the model at once; fewer take less memory for long
         prompts. None for all.
+      rows: how many rows run at once, at least num_samples: as rows end, the next prompts take their place
+        (continuous batching). Memory for keys and values is then that of this many rows. None for all B * num_samples.
+        Tokens do not depend on it, except for rounding; with `batch_invariant`, they and their log-probabilities are
+        the same bits.
 
     Returns: the new tokens, int32 [B * num_samples, N], with the rows of a prompt next to each other. Once the model's
       logits are NaN, the rest of a row is -1. With details, a `Generated` that has them as `tokens`.
@@ -130,20 +136,24 @@ def generate(
         stop_tokens=stop_tokens,
         details=details,
         prefill_chunk=prefill_chunk,
+        rows=rows,
     )
     split = decoding.split_model(model)
+    if wanted.plan.rows is not None:
+        new = continuous.run(*split, wanted.prompts, wanted.request, np.int32(wanted.rows), plan=wanted.plan)
+        return result_of(new, wanted, wanted.new_tokens)
     state = decoding.start(*split, wanted.prompts, wanted.request, plan=wanted.plan)
     if wanted.new_tokens > 1:
         none = np.zeros(state.is_done.shape, bool)
         limit = jnp.int32(wanted.new_tokens)
-        state = decoding.advance(*split, state, wanted.request, none, limit, plan=wanted.plan)
-    return result_of(state, wanted, wanted.new_tokens)
+        state = decoding.advance(*split, state, wanted.request.stops, none, limit, plan=wanted.plan)
+    return result_of(state.new, wanted, wanted.new_tokens)
 
 
 def stream(
     model: Decoder,
     tokens: ArrayLike,
-    max_new_tokens: int,
+    max_new_tokens: ArrayLike,
     *,
     chunk: int = 8,
     details: bool = False,

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jgg.models.decoder import Caches, Decoder
-from jgg.models.placement import split_batch
 from jgg.models.stacks import State
 
 
@@ -23,6 +22,8 @@ class Plan:
       is_padded: whether prompts may be shorter than others.
       prefill_chunk: how many tokens of each prompt go through the model at once; None for all.
       details: whether more than tokens is kept.
+      rows: how many rows run at once; None for all.
+      prompts_at_once: how many prompts take the place of rows that have ended, if not all rows run at once.
     """
 
     most: int
@@ -30,44 +31,39 @@ class Plan:
     is_padded: bool
     prefill_chunk: int | None
     details: bool
+    rows: int | None = None
+    prompts_at_once: int = 1
 
 
-class _Prefilled(NamedTuple):
-    """The last features [B, H] of prompts as far as they have run, their caches, and choices [L, B, S + N, k]."""
+class Prefilled(NamedTuple):
+    """The last features [B, H] of prompts as far as they have run, their caches, and choices [L, B, S, k]."""
 
     last: jax.Array
     caches: Caches
     choices: jax.Array | None
 
 
-def prefill(
-    model: Decoder, prompts: jax.Array, lengths: jax.Array, plan: Plan
-) -> tuple[jax.Array, Caches, jax.Array | None]:
-    """The raw logits of the first new tokens [R, V], the caches, and with details the choices [L, R, S + N, k].
+def prefill(model: Decoder, prompts: jax.Array, lengths: jax.Array, plan: Plan, positions: int) -> Prefilled:
+    """Runs prompts [B, S] through the model, with caches of this many positions, and with details the choices.
 
     Chunks of prompts that are as long as each other run in a loop, so that many are compiled as quickly as one.
     """
     (batch, longest), config = prompts.shape, model.config
-    shape = config.num_moe_layers, batch, longest + plan.most, config.moe.topk
+    shape = config.num_moe_layers, batch, longest, config.moe.topk
     choices = jnp.full(shape, -1, jnp.int32) if plan.details else None
-    last, caches = jnp.zeros((batch, config.features), model.options.dtype), model.empty_caches(batch, shape[2])
+    last, caches = jnp.zeros((batch, config.features), model.options.dtype), model.empty_caches(batch, positions)
     through = functools.partial(_run_chunk, *nnx.split(model), lengths, plan)
-    done, size = _Prefilled(last, caches, choices), plan.prefill_chunk or longest
+    done, size = Prefilled(last, caches, choices), plan.prefill_chunk or longest
     if size >= longest:
-        done = through(done, prompts, 0)
-    else:
-        rest = longest % size
+        return through(done, prompts, 0)
+    rest = longest % size
 
-        def chunk(number: jax.Array, done: _Prefilled) -> _Prefilled:
-            start = number * size
-            return through(done, jax.lax.dynamic_slice_in_dim(prompts, start, size, axis=1), start)
+    def chunk(number: jax.Array, done: Prefilled) -> Prefilled:
+        start = number * size
+        return through(done, jax.lax.dynamic_slice_in_dim(prompts, start, size, axis=1), start)
 
-        done = jax.lax.fori_loop(jnp.int32(0), jnp.int32(longest // size), chunk, done)
-        done = through(done, prompts[:, longest - rest :], longest - rest) if rest else done
-    sharding, times = model.options.sharding, plan.num_samples
-    caches = jax.tree.map(lambda array: split_batch(_repeated(array, times), sharding, axis=1), done.caches)
-    logits = jnp.repeat(model.raw_logits(done.last), times, axis=0)
-    return logits, caches, None if done.choices is None else _repeated(done.choices, times)
+    done = jax.lax.fori_loop(jnp.int32(0), jnp.int32(longest // size), chunk, done)
+    return through(done, prompts[:, longest - rest :], longest - rest) if rest else done
 
 
 def _run_chunk(
@@ -75,10 +71,10 @@ def _run_chunk(
     state: State,
     lengths: jax.Array,
     plan: Plan,
-    done: _Prefilled,
+    done: Prefilled,
     tokens: jax.Array,
     start: jax.Array | int,
-) -> _Prefilled:
+) -> Prefilled:
     """What is done after the tokens [B, C] of prompts from `start` on."""
     model = nnx.merge(graphdef, state)  # of this trace, for what it sows
     batch, size = tokens.shape
@@ -92,12 +88,7 @@ def _run_chunk(
     choices = done.choices
     if choices is not None and own is not None:
         choices = jax.lax.dynamic_update_slice_in_dim(choices, own, start, axis=2)
-    return _Prefilled(last, caches, choices)
-
-
-def _repeated(array: jax.Array, times: int) -> jax.Array:
-    """An array [layers, B, ...] with each sequence repeated, [layers, B * times, ...]."""
-    return array if times == 1 else jnp.repeat(array, times, axis=1)
+    return Prefilled(last, caches, choices)
 
 
 def run_layers(

@@ -1,5 +1,6 @@
 """The arguments of `generate` and `stream`. What is wrong with one is found here, before a program runs."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, TypedDict
 
@@ -12,14 +13,15 @@ from jax.typing import ArrayLike
 from jgg.core.arguments import as_array, as_finite, as_flag, as_int, check, check_instance, check_reals
 from jgg.core.schedule import saturated_int32
 from jgg.models.decoder import Decoder
-from jgg.models.decoding import Request
 from jgg.models.penalties import Penalties
 from jgg.models.placement import on_host
 from jgg.models.prefill import Plan
+from jgg.models.rows import Request, Rows
 from jgg.models.sampling import Sampling, normal_temperatures
 from jgg.models.token_arrays import as_integers, check_ids
 
 _INT32, _FLOAT32 = jnp.iinfo(jnp.int32), jnp.finfo(jnp.float32)
+_PARTS = 16  # of the rows that run at once, of which one is replaced
 _LEAST_BOUND, _BOUNDS = 16, 16  # the least bound of new tokens, and how many bounds are between powers of two
 
 
@@ -74,7 +76,7 @@ class Asked(NamedTuple):
 def asked(
     model: Decoder,
     tokens: ArrayLike,
-    max_new_tokens: int,
+    max_new_tokens: ArrayLike,
     *,
     lengths: ArrayLike | None,
     temperature: ArrayLike,
@@ -90,42 +92,89 @@ def asked(
     stop_tokens: Iterable[int | Sequence[int]],
     details: bool,
     prefill_chunk: int | None,
+    rows: int | None = None,
 ) -> Asked:
     """What the arguments of `generate` ask for; raises if one is wrong."""
     check_instance("model", model, Decoder, "a jgg.models.Decoder")
     prompts, sizes = _prompts(tokens, lengths, model.config.vocabulary)
     batch, longest = prompts.shape
-    new_tokens = as_int("max_new_tokens", max_new_tokens, 1)
+    num_samples = as_int("num_samples", num_samples, 1)
+    new_tokens, limits = _limits(max_new_tokens, batch, num_samples)
     most = 2**31 - 1 - longest
     check(new_tokens <= most, f"max_new_tokens must be at most 2**31 - 1 - S, {most}, got {new_tokens}.")
     plan = Plan(
         most=min(most, bound(new_tokens)),
-        num_samples=as_int("num_samples", num_samples, 1),
+        num_samples=num_samples,
         is_padded=lengths is not None,
         prefill_chunk=None if prefill_chunk is None else as_int("prefill_chunk", prefill_chunk, 1),
         details=as_flag("details", details),
     )
+    plan = plan if rows is None else _with_rows(plan, as_int("rows", rows, 1), model, batch)
     stops = _stops(stop_tokens, model.config.vocabulary)
     penalties = _penalties(repetition_penalty, presence_penalty, frequency_penalty, batch)
     sampling = _sampling(temperature, seeds, key, top_k, top_p, min_p, batch)
-    prompts, sizes, sampling, penalties = _with_copies(model, batch, (prompts, sizes, sampling, penalties))
-    return Asked(prompts, Request(sizes, sampling, penalties, stops), plan, batch * plan.num_samples, new_tokens)
+    copies = _num_copies(model, batch, plan)
+    prompts, sizes, sampling, penalties, limits = _with_copies((prompts, sizes, sampling, penalties, limits), copies)
+    request = Request(Rows(sizes, sampling, penalties, limits), stops)
+    return Asked(prompts, request, plan, batch * num_samples, new_tokens)
 
 
-def bound(new_tokens: int) -> int:
-    """The least bound for this many new tokens: hardly more, and a multiple of a power of two."""
-    step = max(_LEAST_BOUND, 2 ** (new_tokens - 1).bit_length() // (2 * _BOUNDS))
-    return -(-new_tokens // step) * step
+def _limits(max_new_tokens: ArrayLike, batch: int, num_samples: int) -> tuple[int, jax.Array | None]:
+    """The most new tokens of a row, and those of each, int32 [B, num_samples]; None if all have as many."""
+    if np.ndim(max_new_tokens) == 0:
+        return as_int("max_new_tokens", max_new_tokens, 1), None
+    shape = (batch,) if np.ndim(max_new_tokens) == 1 else (batch, num_samples)
+    axes = "[B]" if len(shape) == 1 else "[B, num_samples]"
+    array, known = as_integers("max_new_tokens", max_new_tokens, axes)
+    expected = f"a number, [B] or [B, num_samples], {[batch, num_samples]}"
+    check(array.shape == shape, f"max_new_tokens must be {expected}, got {list(array.shape)}.")
+    check(known is not None, "max_new_tokens must be known outside of jax.jit, got a traced array.")
+    assert known is not None
+    check((known >= 1).all(), f"max_new_tokens must have numbers of 1 or more, got {known.tolist()}.")
+    limits = jnp.broadcast_to(saturated_int32(array).reshape(batch, -1), (batch, num_samples))
+    return int(known.max(initial=1)), limits
 
 
-def _with_copies[Arrays](model: Decoder, batch: int, arrays: Arrays) -> Arrays:
-    """Arrays [B, ...] with copies of the last prompt for devices that would have none."""
+def _with_rows(plan: Plan, rows: int, model: Decoder, batch: int) -> Plan:
+    """The plan of so many rows at once: about a sixteenth of them wait until they are replaced together.
+
+    Devices that split rows have as many of them each, and so do the prompts that run at once.
+    """
+    samples, sharding = plan.num_samples, model.options.sharding
+    check(rows >= samples, f"rows must be at least num_samples, {samples}, got {rows}.")
+    devices = 1 if sharding is None else sharding.size(*sharding.token_axes)
+    at_once = max(1, rows // (_PARTS * samples * devices)) * devices
+    rows = max(-(-rows // devices) * devices, at_once * samples)
+    if rows >= -(-batch // devices) * devices * samples:
+        return plan
+    return dataclasses.replace(plan, rows=rows, prompts_at_once=at_once)
+
+
+def bound(number: int) -> int:
+    """The least bound for this many new tokens, or groups: hardly more, and a multiple of a power of two."""
+    step = max(_LEAST_BOUND, 2 ** (number - 1).bit_length() // (2 * _BOUNDS))
+    return -(-number // step) * step
+
+
+def _num_copies(model: Decoder, batch: int, plan: Plan) -> int:
+    """How many copies of the last prompt there must be: for devices that would have none, or for the last group.
+
+    The number of groups is bound as the number of new tokens is, so that programs are compiled for few of them.
+    """
+    if plan.rows is not None:
+        groups = -(-batch // plan.prompts_at_once)
+        return bound(groups) * plan.prompts_at_once - batch
     sharding = model.options.sharding
-    copies = 0 if sharding is None else -batch % sharding.size(*sharding.token_axes)
-    if not copies:
-        return arrays
-    each = jnp.minimum(jnp.arange(batch + copies), batch - 1)
-    return jax.tree.map(lambda array: array[each], arrays)
+    return 0 if sharding is None else -batch % sharding.size(*sharding.token_axes)
+
+
+def _with_copies[Arrays](arrays: Arrays, copies: int) -> Arrays:
+    """Arrays [B, ...] with copies of what the last prompt has."""
+
+    def copied(array: jax.Array) -> jax.Array:
+        return array[jnp.minimum(jnp.arange(len(array) + copies), len(array) - 1)]
+
+    return jax.tree.map(copied, arrays) if copies else arrays
 
 
 def _penalties(repetition: ArrayLike, presence: ArrayLike, frequency: ArrayLike, batch: int) -> Penalties | None:

@@ -60,10 +60,11 @@ def normal_temperatures(temperatures: jax.Array) -> jax.Array:
     return jnp.where(temperatures == 0, 0.0, jnp.clip(temperatures, *_TEMPERATURES))
 
 
-def draw(logits: jax.Array, sampling: Sampling | None, count: jax.Array, head: Head) -> Drawn:
-    """Draws the token number `count` of each row by its logits [R, V]; takes the likeliest without a sampling.
+def draw(logits: jax.Array, sampling: Sampling | None, counts: jax.Array, head: Head) -> Drawn:
+    """Draws a token of each row by its logits [R, V], the likeliest if there is no sampling.
 
     Args:
+      counts: int32 [R], the number of the token in each row, from 0.
       head: how `losses_by` is to compute log-probabilities of logits that are scaled already.
     """
     highest = jnp.max(logits, axis=-1, keepdims=True)
@@ -75,7 +76,7 @@ def draw(logits: jax.Array, sampling: Sampling | None, count: jax.Array, head: H
         below = jnp.where(logits == highest, 0.0, logits - highest)  # inf less inf would be NaN
         scaled = jnp.maximum(below / jnp.where(is_greedy, 1.0, sampling.temperatures[:, None]), _LEAST)
         scaled = jnp.where(_is_kept(scaled, sampling, head), scaled, _LEAST)
-        keys = jax.vmap(jax.random.fold_in, (0, None))(sampling.keys, count)
+        keys = jax.vmap(jax.random.fold_in)(sampling.keys, counts)
         noise = jax.vmap(lambda key: jax.random.gumbel(key, logits.shape[1:], jnp.float32))(keys)
         tokens = jnp.argmax(jnp.where(is_greedy, below, scaled + noise), axis=-1)
         drawn = Drawn(tokens, jnp.where(is_greedy[:, 0], none, -losses_by(scaled, tokens, head).losses))

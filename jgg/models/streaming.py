@@ -10,10 +10,10 @@ from jax.typing import ArrayLike
 from jgg.core.arguments import as_array, check
 from jgg.models import decoding
 from jgg.models.decoder import Decoder
-from jgg.models.decoding import State
 from jgg.models.placement import on_host
 from jgg.models.requests import Asked
 from jgg.models.rollouts import Generated
+from jgg.models.rows import New, State
 
 
 class Stream(Iterator[np.ndarray]):
@@ -49,14 +49,12 @@ class Stream(Iterator[np.ndarray]):
             state = decoding.start(*self._split, self._asked.prompts, request, plan=plan)
         else:
             limit = jnp.int32(min(before + self._chunk, self.max_new_tokens))
-            state = decoding.advance(*self._split, state, request, self._ended, limit, plan=plan)
+            state = decoding.advance(*self._split, state, request.stops, self._ended, limit, plan=plan)
         self._state = state
         rows = self._asked.rows
         # copies, as the next program may write where these are
-        filled, tokens, lengths, is_done = (
-            np.array(on_host(each)) for each in (state.filled, state.tokens, state.lengths, state.is_done)
-        )
-        self.tokens, self.lengths = tokens[:rows, :filled], lengths[:rows]
+        tokens, filled, lengths, is_done = (np.array(on_host(each)) for each in (*state.new[:3], state.is_done))
+        self.tokens, self.lengths = tokens[:rows, : filled.max()], lengths[:rows]
         self.is_done = is_done[:rows] | self._ended[:rows]
         return self.tokens[:, before:]
 
@@ -76,17 +74,17 @@ class Stream(Iterator[np.ndarray]):
         check(self._state is not None, "result must be called after the first tokens have come, got none.")
         assert self._state is not None
         # copies, as the state may have these very arrays, and is gone once the stream goes on
-        return jax.tree.map(jnp.copy, result_of(self._state, self._asked, self.tokens.shape[1]))
+        return jax.tree.map(jnp.copy, result_of(self._state.new, self._asked, self.tokens.shape[1]))
 
 
-def result_of(state: State, asked: Asked, new_tokens: int) -> jax.Array | Generated:
-    """What `generate` returns for a state with this many new tokens."""
-    rows, record = asked.rows, state.record
+def result_of(new: New, asked: Asked, new_tokens: int) -> jax.Array | Generated:
+    """What `generate` returns for this many of the new tokens."""
+    rows, record = asked.rows, new.record
     if record is None:
-        return state.tokens[:rows, :new_tokens]
+        return new.tokens[:rows, :new_tokens]
     return Generated(
-        state.tokens[:rows, :new_tokens],
-        state.lengths[:rows],
+        new.tokens[:rows, :new_tokens],
+        new.lengths[:rows],
         record.log_probabilities[:rows, :new_tokens],
         record.sampled_log_probabilities[:rows, :new_tokens],
         record.topk_indices[:, :rows, : asked.prompts.shape[1] + new_tokens],

@@ -111,7 +111,7 @@ def calls():
     of_layer = jax.tree.map(lambda array: array[0], value)
     how = fp8_forms.How(None, fp8_forms.current_target())
     yield decoding.start, (*split, prompts, request), plan
-    yield decoding.advance, (*split, state, request, np.zeros(1, bool), 3), plan
+    yield decoding.advance, (*split, state, request.stops, np.zeros(1, bool), 3), plan
     yield (
         jax.jit(forms_of_forward, static_argnums=(0, 2, 3, 4)),
         ("w_down", value, jgg.Fp8(), model.options.dtype, how),

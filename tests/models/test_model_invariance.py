@@ -158,6 +158,8 @@ def test_samples_have_the_probabilities_that_training_gives_them(family):
     chunked = check_samples(model, prompts, lengths, num_samples=2, prefill_chunk=4)
     alone = check_samples(model, prompts[[2, 1]], lengths[[2, 1]], num_samples=2, seeds=[2, 1])
     jax.tree.map(np.testing.assert_array_equal, chunked, generated)
+    replaced = check_samples(model, prompts, lengths, num_samples=2, rows=2)
+    jax.tree.map(np.testing.assert_array_equal, replaced, generated)
     np.testing.assert_array_equal(alone.tokens[:2], generated.tokens[4:])
     np.testing.assert_array_equal(alone.log_probabilities[:2], generated.log_probabilities[4:])
 

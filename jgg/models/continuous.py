@@ -1,0 +1,159 @@
+"""Continuous batching: rows that end make room for the next prompts, in one program.
+
+Source: Yu et al., Orca: A Distributed Serving System for Transformer-Based Generative Models, 2022. Here a group of
+prompts runs through the model as soon as as many rows have ended as the group needs, and the other rows wait for it.
+Tokens of a prompt are bound by arithmetic and tokens that are decoded by the reading of weights, so that running both
+in one pass over the layers would save less than a token's time per group.
+"""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jgg.models.decoder import Caches, Decoder
+from jgg.models.decoding import decoded, first_tokens
+from jgg.models.penalties import Occurrences
+from jgg.models.placement import split_batch
+from jgg.models.prefill import Plan, prefill
+from jgg.models.rows import (
+    New,
+    Request,
+    Rows,
+    State,
+    each_new,
+    each_row,
+    no_state,
+    no_tokens,
+    repeated_last,
+    split_rows,
+)
+from jgg.models.stacks import State as ModelState
+
+
+class _Loop(NamedTuple):
+    """What goes from group to group.
+
+    Attributes:
+      group: int32 [], the next one.
+      state: of the rows that run.
+      numbers: int32 [rows], which of all rows each of them is; past the last if it is none.
+      new: the new tokens of all rows that have made room.
+    """
+
+    group: jax.Array
+    state: State
+    numbers: jax.Array
+    new: New
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames="plan")
+def run(
+    graphdef: nnx.GraphDef[Decoder],
+    state: ModelState,
+    prompts: jax.Array,
+    request: Request,
+    count: jax.Array,
+    *,
+    plan: Plan,
+) -> New:
+    """The new tokens of all rows, of which `plan.rows` run at once.
+
+    Args:
+      graphdef, state: of the model, as `split_model` gives them.
+      prompts: int32 [B, S]; B is a multiple of `plan.prompts_at_once`.
+      request: of the B prompts.
+      count: int32 [], how many of the rows of all prompts are wanted, from the first on.
+    """
+    model, size = nnx.merge(graphdef, state), plan.prompts_at_once * plan.num_samples
+    sharding = model.options.sharding
+
+    def is_unfinished(loop: _Loop) -> jax.Array:
+        return loop.group * size < count
+
+    def run_group(loop: _Loop) -> _Loop:
+        model = nnx.merge(graphdef, state)  # of this trace, for what it sows
+        free = jnp.argsort(~loop.state.is_done, stable=True)[:size]
+        new = _with(loop.new, loop.numbers, loop.state.new, free)
+        first = loop.group * plan.prompts_at_once
+        own_prompts = jax.lax.dynamic_slice_in_dim(prompts, first, plan.prompts_at_once)
+        own = request._replace(rows=_of_prompts(request.rows, first, plan.prompts_at_once))
+        done = prefill(model, own_prompts, own.rows.lengths, plan, prompts.shape[1])
+        started = first_tokens(model, own_prompts, done, own, plan)
+        numbers = loop.group * size + jnp.arange(size, dtype=jnp.int32)
+        started = started._replace(is_done=started.is_done | (numbers >= count))
+        running = each_row(functools.partial(_put, free), loop.state, started)
+        running = running._replace(caches=_put_caches(running.caches, done.caches, free, plan.num_samples))
+        is_last = (loop.group + 1) * size >= count
+
+        def goes_on(running: State) -> jax.Array:
+            return ~running.is_done.all() & (is_last | (jnp.sum(running.is_done) < size))
+
+        running = decoded(graphdef, state, split_rows(running, sharding), request.stops, goes_on, plan)
+        return _Loop(loop.group + 1, split_rows(running, sharding), loop.numbers.at[free].set(numbers), new)
+
+    loop = jax.lax.while_loop(is_unfinished, run_group, _empty(model, prompts, request, plan))
+    rows = jnp.arange(plan.rows, dtype=jnp.int32)
+    return repeated_last(_with(loop.new, loop.numbers, loop.state.new, rows))
+
+
+def _empty(model: Decoder, prompts: jax.Array, request: Request, plan: Plan) -> _Loop:
+    """The state before the first group: all rows have ended."""
+    batch, positions = len(prompts), prompts.shape[1] + plan.most
+    rows = jax.tree.map(
+        lambda array: jnp.broadcast_to(array[:1], (plan.rows, *array.shape[1:])),
+        request.rows.of_samples(plan.num_samples),
+    )
+    count = batch * plan.num_samples
+
+    def new(count: int) -> New:
+        shape = model.config.num_moe_layers, count, positions, model.config.moe.topk
+        return no_tokens(count, plan, jnp.full(shape, -1, jnp.int32) if plan.details else None)
+
+    caches = jax.tree.map(
+        lambda array: split_batch(array, model.options.sharding, axis=1), model.empty_caches(plan.rows, positions)
+    )
+    occurrences = None
+    if rows.penalties is not None:
+        none = jnp.zeros((plan.rows, model.config.vocabulary), jnp.int32)
+        occurrences = Occurrences(none.astype(bool), none)
+    state = no_state(rows, new(plan.rows), occurrences, caches, request.stops.shape[1])
+    numbers = jnp.full(plan.rows, count, jnp.int32)
+    return _Loop(jnp.int32(0), state._replace(is_done=jnp.ones(plan.rows, bool)), numbers, new(count))
+
+
+def _of_prompts(rows: Rows, first: jax.Array, count: int) -> Rows:
+    """What is asked of some of the prompts."""
+    return jax.tree.map(lambda array: jax.lax.dynamic_slice_in_dim(array, first, count), rows)
+
+
+def _with(new: New, numbers: jax.Array, running: New, rows: jax.Array) -> New:
+    """The new tokens of all rows with those of some running rows, each in the place of its number."""
+
+    def put(axis: int, array: jax.Array, own: jax.Array) -> jax.Array:
+        places = (slice(None),) * axis + (numbers[rows],)
+        return array.at[places].set(jnp.take(own, rows, axis=axis), mode="drop")
+
+    return each_new(put, new, running)
+
+
+def _put(rows: jax.Array, axis: int, array: jax.Array, own: jax.Array) -> jax.Array:
+    return array.at[(slice(None),) * axis + (rows,)].set(own)
+
+
+def _put_caches(caches: Caches, own: Caches, rows: jax.Array, num_samples: int) -> Caches:
+    """The caches [layers, R, ...] with those of prompts in some rows, from the first position on, one row at a time.
+
+    One row at a time, since an update of a slice is done in place, without copies of the prompts' caches for each row.
+    """
+
+    def put(number: jax.Array, caches: Caches) -> Caches:
+        def put_row(array: jax.Array, own: jax.Array) -> jax.Array:
+            row = jax.lax.dynamic_slice_in_dim(own, number // num_samples, 1, axis=1)
+            return jax.lax.dynamic_update_slice(array, row, (0, rows[number], *(0,) * (array.ndim - 2)))
+
+        return jax.tree.map(put_row, caches, own)
+
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(len(rows)), put, caches)

@@ -1,0 +1,108 @@
+"""Continuous batching: rows that end make room for the next prompts, and every row is as if all ran at once."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg.models
+from jgg.models import continuous
+from tests.support.models import loaded
+
+BATCH, SAMPLES, MOST = 7, 2, 13
+
+
+def request(seed=0, batch=BATCH):
+    """Prompts of 1 to 9 tokens, and options with which rows end at different times."""
+    draw = np.random.default_rng(seed)
+    prompts = draw.integers(1, 60, (batch, 9))
+    options = {
+        "lengths": draw.integers(1, 10, batch),
+        "temperature": draw.uniform(0.5, 2, batch),
+        "seeds": np.arange(batch),
+        "num_samples": SAMPLES,
+        "stop_tokens": [5, (7, 9)],
+        "frequency_penalty": draw.uniform(0, 2, batch),
+    }
+    limits = draw.integers(1, MOST + 1, (batch, SAMPLES))
+    limits[0, 0] = MOST
+    return prompts, limits, options
+
+
+def assert_same(got, want):
+    for name in ("tokens", "lengths", "topk_indices"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(want, name), err_msg=name)
+    for name in ("log_probabilities", "sampled_log_probabilities"):
+        np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=0, atol=2e-5, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "family",
+    ["gpt_oss", "qwen3_next", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("deepseek_v3", "llama4"))],
+)
+@pytest.mark.parametrize("rows", [2, pytest.param(5, marks=pytest.mark.sweep)])
+def test_rows_are_as_if_all_ran_at_once(family, rows):
+    model, (prompts, limits, options) = loaded(family), request()
+    want = jgg.models.generate(model, prompts, limits, details=True, **options)
+    assert len(set(want.lengths.tolist())) > 4  # rows end at different times
+    assert (want.lengths <= limits.reshape(-1)).all() and (want.lengths < limits.reshape(-1)).any()
+    assert_same(jgg.models.generate(model, prompts, limits, details=True, rows=rows, **options), want)
+
+
+def test_one_program_serves_other_prompts_and_numbers_of_them():
+    model, compiled = loaded("qwen3_moe"), continuous.run._cache_size()
+    for batch in (5, 11):
+        prompts, limits, options = request(batch, batch)
+        got = jgg.models.generate(model, prompts, limits, rows=4, prefill_chunk=4, **options)
+        np.testing.assert_array_equal(got, jgg.models.generate(model, prompts, limits, **options))
+    assert continuous.run._cache_size() == compiled + 1
+
+
+def test_a_row_that_ends_in_nan_makes_room():
+    model, (prompts, limits, options) = loaded("qwen3_moe"), request()
+    model.w_embedding.set_value(model.w_embedding.get_value().at[61].set(jnp.nan))
+    prompts[3] = 61
+    want = jgg.models.generate(model, prompts, limits, details=True, **options)
+    assert (want.tokens[3 * SAMPLES] == -1).all() and want.lengths[3 * SAMPLES] == 0
+    assert_same(jgg.models.generate(model, prompts, limits, details=True, rows=2, **options), want)
+
+
+def test_enough_rows_for_all_run_the_usual_programs():
+    model, (prompts, limits, options) = loaded("qwen3_moe"), request()
+    compiled = continuous.run._cache_size()
+    jgg.models.generate(model, prompts, limits, rows=BATCH * SAMPLES, **options)
+    assert continuous.run._cache_size() == compiled
+
+
+@pytest.mark.thorough
+def test_inside_jit():
+    model, (prompts, _, options) = loaded("qwen3_moe"), request()
+    run = jax.jit(lambda model, prompts: jgg.models.generate(model, prompts, 6, rows=4, **options))
+    np.testing.assert_array_equal(run(model, prompts), jgg.models.generate(model, prompts, 6, **options))
+
+
+@pytest.mark.parametrize(
+    ("rows", "limits", "message"),
+    [
+        (1, 3, "rows must be at least num_samples, 2, got 1."),
+        (0, 3, "rows must be a positive int, got 0."),
+        (4, [1, 2], "max_new_tokens must be a number, [B] or [B, num_samples], [7, 2], got [2]."),
+        (None, [[1] * 3] * 7, "max_new_tokens must be a number, [B] or [B, num_samples], [7, 2], got [7, 3]."),
+        (None, [0] * 7, "max_new_tokens must have numbers of 1 or more, got [0, 0, 0, 0, 0, 0, 0]."),
+    ],
+)
+def test_wrong_arguments(rows, limits, message):
+    prompts, _, options = request()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jgg.models.generate(loaded("qwen3_moe"), prompts, limits, rows=rows, **options)
+
+
+def test_limits_of_a_stream():
+    model, (prompts, limits, options) = loaded("qwen3_moe"), request(1)
+    want = jgg.models.generate(model, prompts, limits, **options)
+    stream = jgg.models.stream(model, prompts, limits, chunk=4, **options)
+    got = np.concatenate(list(stream), axis=1)
+    np.testing.assert_array_equal(got, want[:, : got.shape[1]])
+    assert stream.is_done.all() and stream.lengths.max() == got.shape[1]
