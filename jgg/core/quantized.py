@@ -191,6 +191,19 @@ class WeightForms(NamedTuple):
     straight: QuantizedArray | None
     transposed: QuantizedArray | None
 
+    @property
+    def array(self) -> QuantizedArray:
+        """The weights themselves, which at least one of the forms has."""
+        if self.straight is not None:
+            return self.straight
+        assert self.transposed is not None
+        return self.transposed.mT
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the weights."""
+        return self.array.shape
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,7 @@ from jgg.core.problem import GroupedGemmProblem
 from jgg.core.quantized import QuantizedArray, ToQuantize
 from jgg.linear.fp8 import both_forms
 from jgg.linear.linear import Linear, Routes, Rows
+from jgg.linear.weights import exchanged
 from jgg.primitives.barrier import barrier
 from jgg.products.activate import Activated, Hidden
 from jgg.products.dw import DW, Dw
@@ -71,8 +72,8 @@ def kept(linear: Linear, matrix: Matrix) -> Matrix:
         return matrix
     if linear.recipe is None:
         return matrix._replace(dense=None)
-    unread = "straight" if linear.problem.w_layout == "enk" else "transposed"
-    return matrix._replace(dense=None, **{unread: None})
+    read, unread = ("transposed", "straight")[:: 1 if linear.problem.w_layout == "enk" else -1]
+    return matrix._replace(dense=None, **{unread: None} if getattr(matrix, read) is not None else {})
 
 
 def restored(linear: Linear, matrix: Matrix) -> Matrix:
@@ -275,11 +276,13 @@ def _operands(
 
 
 def _read(linear: Linear, matrix: Matrix, w_layout: str) -> QuantizedArray | ToQuantize:
-    """Weights [E, N, K] for a product of quantized rows; the product quantizes them if the form it needs is missing."""
+    """Weights [E, N, K] for a product of quantized rows; made of another form if the one that it needs is missing."""
     is_transposed = w_layout == "ekn"
-    form = matrix.transposed if is_transposed else matrix.straight
+    form, other = (matrix.transposed, matrix.straight)[:: 1 if is_transposed else -1]
     if form is not None:
         return form
+    if other is not None and linear.recipe is not None:
+        return exchanged(other)
     if linear.recipe is None:  # quantized weights as they were given, in either layout
         return matrix.straight.mT
     return ToQuantize(matrix.dense, is_transposed, linear.recipe.format)

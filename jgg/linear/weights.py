@@ -35,7 +35,7 @@ def as_matrix(name: str, value: ArrayLike | Weights) -> Matrix:
         array = as_array(f"{name}.array", value.array)
         return Matrix(dense=array).with_forms(jax.lax.stop_gradient(value.forms))
     if isinstance(value, WeightForms):  # jgg's own, made by `forms_of_forward`
-        return Matrix().with_forms(value)
+        return Matrix().with_forms(jax.lax.stop_gradient(value))
     if isinstance(value, QuantizedArray):
         block_of(value, f"{name}.")
         return Matrix(straight=jax.lax.stop_gradient(value))
@@ -68,9 +68,14 @@ def in_recipe(name: str, matrix: Matrix, recipe: Fp8 | None, dtype: DTypeLike) -
     if not _has_blocks(straight):
         array = jax.lax.stop_gradient(straight.dequantize(dtype))
         return matrix.with_forms(quantize_once(name, array, recipe).forms)
+    return matrix.with_forms(WeightForms(straight, exchanged(straight)))
+
+
+def exchanged(form: QuantizedArray) -> QuantizedArray:
+    """The other form of weights, a copy."""
     # in a scan over stacked layers XLA would else transpose the weights of all layers before the loop
-    stays = with_layout_constraint(straight.values, Layout(tuple(range(len(straight.shape)))))
-    return matrix.with_forms(WeightForms(straight, QuantizedArray(stays, straight.scales).mT))
+    stays = with_layout_constraint(form.values, Layout(tuple(range(len(form.shape)))))
+    return QuantizedArray(stays, form.scales).mT
 
 
 def forms_of_forward(name: str, weights: Weights, recipe: Fp8, dtype: DTypeLike, how: How) -> WeightForms:

@@ -37,9 +37,9 @@ _KEPT: dict[tuple[object, ...], _Kept] = {}  # by how they were made, and the id
 def put_forms(layers: Layer, options: Options) -> None:
     """Puts what forward products read in place of experts' weights that a recipe multiplies in FP8.
 
-    They take one byte per weight on top of the parameters, and are kept as long as these: see `kept_forms`. Making them
-    for each token would mean reading all experts, whichever ones the token chose. A sharded model does make them for
-    each token.
+    Making it for each token would mean reading all experts, whichever ones the token chose. A sharded model does so.
+    Of weights that are trained it takes one byte per weight on top of them, and is kept as long as they are: see
+    `kept_forms`.
     """
     recipe = layers.moe.quantization if hasattr(layers, "moe") else None
     if recipe is None or options.sharding is not None:
@@ -47,6 +47,8 @@ def put_forms(layers: Layer, options: Options) -> None:
     how = How(options.implementation, current_target())
     for name in ("w_gate_up", "w_down"):
         weights = getattr(layers.moe, name).get_value()
+        if isinstance(weights, WeightForms):
+            continue
         setattr(layers.moe, name, Frozen(kept_forms(name, weights, recipe, options.dtype, how)))
 
 

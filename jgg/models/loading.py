@@ -127,6 +127,8 @@ def load(
         for stack in stacks(model):
             _fill(stack, reader, advance)
     _create_adapters(model, rngs)
+    if batch_invariant:
+        model.put_forms()
     return model
 
 

@@ -15,7 +15,7 @@ from jax.experimental import multihost_utils
 
 from jgg.core.arguments import as_int, as_path, check, check_instance
 from jgg.core.files import fill, is_new_or_empty, share_as_usual
-from jgg.core.quantized import BLOCK, QuantizedArray, block_of
+from jgg.core.quantized import BLOCK, QuantizedArray, WeightForms, block_of
 from jgg.hf.checkpoints import INDEX, SINGLE, to_hf
 from jgg.models.decoder import Decoder
 from jgg.models.left_out import Copies, module_of
@@ -145,8 +145,14 @@ def _config(model: Decoder) -> dict[str, object]:
 
 def _quantized(stack: Stack) -> dict[str, QuantizedArray]:
     """The parameters of a stack that are quantized, which are experts."""
-    values = {name: variable.get_value() for name, variable in stack.variables.items()}
+    values = {name: _value(variable) for name, variable in stack.variables.items()}
     return {name: value for name, value in values.items() if isinstance(value, QuantizedArray)}
+
+
+def _value(variable: nnx.Variable[Any]) -> jax.Array | QuantizedArray:
+    """What a folder has of a variable."""
+    value = variable.get_value()
+    return value.array if isinstance(value, WeightForms) else value
 
 
 def _dense_modules(model: Decoder) -> set[str]:
@@ -175,7 +181,7 @@ def _tensors(model: Decoder, config: dict[str, object]) -> Iterator[tuple[str, n
     for stack in stacks(model):
         for index, number in enumerate(stack.plan.numbers):
             values = {
-                name: jax.tree.map(lambda whole, index=index: on_host(whole[index]), variable.get_value())
+                name: jax.tree.map(lambda whole, index=index: on_host(whole[index]), _value(variable))
                 for name, variable in stack.variables.items()
             }
             for name, tensor in stack.tensors.items():

@@ -130,6 +130,19 @@ def test_with_batch_invariant_few_rows_multiply_by_the_recipe_too(is_loaded):
     assert tokens[0, 0] == jnp.argmax(model.logits(few[:, -1]))
 
 
+@pytest.mark.parametrize("remat", ["none", pytest.param("all", marks=pytest.mark.sweep)])
+def test_with_batch_invariant_experts_loaded_in_fp8_are_kept_in_one_form_that_adapters_train_with(remat):
+    tokens, named = reference("qwen3_moe")["tokens"], {"experts": jgg.Fp8(), "lora_rank": 2, "remat": remat}
+    model, usual = (loaded("qwen3_moe", batch_invariant=is_on, **named) for is_on in (True, False))
+    in_fp8 = [array for array in jax.tree.leaves(nnx.state(model)) if array.dtype == jnp.float8_e4m3fn]
+    assert sorted(array.shape for array in in_fp8) == [(2, 4, 16, 32), (2, 4, 32, 8)]
+    got, want = (loss_and_gradients(each, tokens, nnx.LoRAParam) for each in (model, usual))
+    for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+    saved, expected = (dict(jgg.models.named_tensors(each)) for each in (model, usual))
+    jax.tree.map(np.testing.assert_array_equal, saved, expected)
+
+
 def test_a_folder_without_quantization_has_none_to_keep():
     model = jgg.models.load(DATA / "mixtral", experts="as stored")
     assert isinstance(model.layers.moe.w_down, nnx.Param)
