@@ -77,6 +77,8 @@ def random_model(config: jgg.models.ModelConfig, experts: str, **options: Any) -
         setattr(module, own, Frozen(value)) if isinstance(value, QuantizedArray) else getattr(module, own).set_value(
             value
         )
+    if model.options.batch_invariant and experts == "fp8":
+        model.put_forms()
     return model
 
 
