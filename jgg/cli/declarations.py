@@ -50,10 +50,12 @@ class Declaration:
         return self.settings["metavar"] if self.is_place else f"--{name.replace('_', '-')}"
 
     def help(self, name: str) -> str:
-        """The meaning and the default; of a flag only where it is on."""
+        """The meaning and the default; of a flag that is on, what --no-NAME means, which is all that --help shows."""
         shown = self.shown
+        if self.default is True:
+            return f"do not {self.what}".replace("%", "%%")
         if shown is None and self.default is not REQUIRED and self.default is not False:
-            shown = self.flag(name) if self.default is True else self.default
+            shown = self.default
         return (self.what if shown is None else f"{self.what} (default: {shown})").replace("%", "%%")
 
 
