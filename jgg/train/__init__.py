@@ -7,11 +7,13 @@ from jgg.train.loop import Record, Trainer
 from jgg.train.losses import balance_weight, held_out_loss, next_token_loss
 from jgg.train.masters import MastersState, float32_masters
 from jgg.train.meter import Speed
+from jgg.train.packed_rows import PackedRows, pack_rows
 from jgg.train.preemption import Preempted
 
 __all__ = [
     "Log",
     "MastersState",
+    "PackedRows",
     "Preempted",
     "Record",
     "Speed",
@@ -22,4 +24,5 @@ __all__ = [
     "float32_masters",
     "held_out_loss",
     "next_token_loss",
+    "pack_rows",
 ]
