@@ -202,7 +202,11 @@ class WeightForms(NamedTuple):
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the weights."""
-        return self.array.shape
+        if self.straight is not None:
+            return self.straight.shape
+        assert self.transposed is not None
+        *experts, columns, rows = self.transposed.shape
+        return *experts, rows, columns
 
 
 @jax.tree_util.register_dataclass
