@@ -18,6 +18,7 @@ import functools
 import json
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -39,7 +40,7 @@ from benchmarks.model_roofline import (
 from jgg.cli import run as run_command
 from jgg.cli.arguments import new_file
 from jgg.cli.console import number, print_table
-from jgg.core.quantized import QuantizedArray
+from jgg.core.quantized import QuantizedArray, WeightForms
 from jgg.models.placement import place
 from jgg.nnx import Frozen
 from jgg.tuning.roofline import percent_of_roofline
@@ -70,16 +71,22 @@ def random_model(config: jgg.models.ModelConfig, experts: str, **options: Any) -
             config.init_scale,
             experts if is_of_experts else "bfloat16",
         )
-        make_all = functools.partial(jax.lax.map, make) if is_stacked else make
         where = sharding and place((*modules, own), shape, sharding, is_stacked=is_stacked)
+        # as `load` keeps them; a copy in the other form would leave no place for large arrays
+        if model.options.batch_invariant and is_of_experts and experts == "fp8" and sharding is None:
+            make = functools.partial(_in_one_form, make)
+        make_all = functools.partial(jax.lax.map, make) if is_stacked else make
         value = jax.jit(make_all, out_shardings=where)(jax.random.split(key, shape[0]) if is_stacked else key)
         module = functools.reduce(getattr, modules, model)
-        setattr(module, own, Frozen(value)) if isinstance(value, QuantizedArray) else getattr(module, own).set_value(
-            value
-        )
-    if model.options.batch_invariant and experts == "fp8":
-        model.put_forms()
+        if isinstance(value, QuantizedArray | WeightForms):
+            setattr(module, own, Frozen(value))
+        else:
+            getattr(module, own).set_value(value)
     return model
+
+
+def _in_one_form(make: Callable[[jax.Array], QuantizedArray], key: jax.Array) -> WeightForms:
+    return WeightForms(None, make(key).mT)
 
 
 def _random(name: str, shape: tuple[int, ...], dtype: Any, scale: float, experts: str, key: jax.Array) -> Any:

@@ -16,7 +16,7 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_flag, check, check_instance
 from jgg.core.choices import EXPERTS, OF_EXPERTS, TARGETS
-from jgg.core.quantized import QuantizedArray
+from jgg.core.quantized import QuantizedArray, WeightForms
 from jgg.core.terminal import rich_console
 from jgg.experts.sharding import MoESharding
 from jgg.hf.checkpoints import Checkpoint, read_config, read_params
@@ -32,6 +32,8 @@ from jgg.models.left_out import LeftOut
 from jgg.models.placement import place, put, spec_of, split_init
 from jgg.models.tensors import Stack, ends, expected_shapes, module_of, stacks
 from jgg.nnx import Frozen
+
+type Param = jax.Array | QuantizedArray | WeightForms
 
 # what `experts` of `load` is by the names that commands have
 EXPERTS_BY_NAME: dict[str, str | Fp8] = dict(zip(EXPERTS, ("dense", "as stored", Fp8()), strict=True))
@@ -127,8 +129,6 @@ def load(
         for stack in stacks(model):
             _fill(stack, reader, advance)
     _create_adapters(model, rngs)
-    if batch_invariant:
-        model.put_forms()
     return model
 
 
@@ -218,13 +218,13 @@ class _Reader:
             found = [part for name in found for part in self.quantized.stored_names(name)]
         return LeftOut.of(self.checkpoint.path, found)
 
-    def ends(self) -> Iterator[tuple[str, jax.Array | QuantizedArray]]:
+    def ends(self) -> Iterator[tuple[str, Param]]:
         """Yields the parameters outside the layers."""
         for name, tensor in ends(self.model, self.tensors):
             shape = getattr(self.model, name).shape
             yield name, self._placed(name, tensor.filled("", shape, self.tensors.__getitem__))
 
-    def layer(self, stack: Stack, number: int) -> Iterator[tuple[str, jax.Array | QuantizedArray]]:
+    def layer(self, stack: Stack, number: int) -> Iterator[tuple[str, Param]]:
         """Yields each of a layer's parameters when it is read, with the name of the stack's variable."""
         of_layer, block = stack.tensors, stack.family.layer_name(number)
         for name, variable in stack.variables.items():
@@ -236,13 +236,15 @@ class _Reader:
             for name, param in read_params(self.model.config.hf, self.checkpoint, number, keeps):
                 yield f"moe.{name}", self._placed(f"moe.{name}", param)
 
-    def _placed(self, name: str, value: np.ndarray | QuantizedArray) -> jax.Array | QuantizedArray:
+    def _placed(self, name: str, value: np.ndarray | QuantizedArray) -> Param:
         """A parameter on its devices, in the dtype that `load` says."""
         own, sharding = name.rpartition(".")[2], self.model.options.sharding
         if not isinstance(value, QuantizedArray):
             value = self._cast(own, value)
             if isinstance(self.experts, Fp8) and own in OF_EXPERTS and value.ndim == 3:
                 value = quantize_weights(jnp.asarray(value), power_of_2_scales=self.experts.power_of_2_scales)
+                if self.model.options.batch_invariant and sharding is None:  # all that `put_forms` would make of it
+                    value = WeightForms(None, value.mT)
         if sharding is None:
             return jax.device_put(value)
         spec = spec_of(tuple(name.split(".")), value.shape, sharding)
@@ -259,7 +261,7 @@ class _Reader:
 def _fill(stack: Stack, reader: _Reader, advance: Callable[[], None]) -> None:
     """Reads the stacked layers' parameters, layer after layer."""
     sharding = reader.model.options.sharding
-    stacked: dict[str, jax.Array | QuantizedArray] = {}
+    stacked: dict[str, Param] = {}
     count = stack.plan.count
     for index, number in enumerate(stack.plan.numbers):
         for name, value in reader.layer(stack, number):
@@ -273,7 +275,7 @@ def _fill(stack: Stack, reader: _Reader, advance: Callable[[], None]) -> None:
     for name, value in stacked.items():
         path = name.split(".")
         module, own = module_of(stack.layers, path), path[-1]
-        if isinstance(value, QuantizedArray):
+        if isinstance(value, QuantizedArray | WeightForms):
             setattr(module, own, Frozen(value))
         else:
             getattr(module, own).set_value(value)
