@@ -229,6 +229,12 @@ def check(condition: object, message: str) -> None:
         raise ValueError(message)
 
 
+def check_keywords(given: Collection[str], kind: type) -> None:
+    """Raises TypeError if a keyword argument is none of those that `kind`, a TypedDict, has."""
+    if unknown := sorted(set(given) - kind.__annotations__.keys()):
+        raise TypeError(f"{unknown[0]} is an unexpected keyword argument, not one of {[*kind.__annotations__]}.")
+
+
 def check_one_of(name: str, value: object, choices: Collection[str]) -> None:
     """Raises ValueError unless the value is one of several names."""
     if not isinstance(value, str) or value not in choices:

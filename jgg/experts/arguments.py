@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import NamedTuple, Self
+from typing import NamedTuple, Self, TypedDict
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
@@ -59,6 +59,22 @@ class ExpertWeights(NamedTuple):
         return self._replace(gate_up=gate_up, down=in_recipe("w_down", self.down, recipe, dtype))
 
 
+class Options(TypedDict, total=False):
+    """The keyword arguments that `jgg.moe_mlp` and its forms on a mesh share."""
+
+    b_gate_up: ArrayLike | None
+    b_down: ArrayLike | None
+    low_rank_gate_up: LowRank | None
+    low_rank_down: LowRank | None
+    activation: ActivationLike
+    interleaved: bool
+    w_layout: str
+    precision: jax.lax.PrecisionLike
+    quantization: Fp8 | None
+    implementation: str | None
+    residual_names: Mapping[str, str] | None
+
+
 @dataclasses.dataclass(frozen=True)
 class MlpOptions:
     """The options of `jgg.moe_mlp`, checked.
@@ -84,16 +100,16 @@ class MlpOptions:
     @classmethod
     def checked(
         cls,
-        activation: ActivationLike,
-        interleaved: bool,
-        w_layout: str,
-        precision: jax.lax.PrecisionLike,
-        quantization: Fp8 | None,
-        implementation: str | None,
+        activation: ActivationLike = "swiglu",
+        interleaved: bool = False,
+        w_layout: str = "enk",
+        precision: jax.lax.PrecisionLike = None,
+        quantization: Fp8 | None = None,
+        implementation: str | None = None,
         residual_names: Mapping[str, str] | None = None,
         spare_sms: int = 0,
         expected_rows: int | None = None,
-    ) -> "MlpOptions":
+    ) -> Self:
         """The options from these arguments of `jgg.moe_mlp`; raises if one is wrong."""
         activation, interleaved = find_activation(activation), as_flag("interleaved", interleaved)
         check_quantization(quantization)
@@ -110,11 +126,11 @@ class MlpOptions:
 def expert_weights(
     w_gate_up: ArrayLike | Weights,
     w_down: ArrayLike | Weights,
-    b_gate_up: ArrayLike | None,
-    b_down: ArrayLike | None,
-    low_rank_gate_up: LowRank | None,
-    low_rank_down: LowRank | None,
-    w_layout: str,
+    b_gate_up: ArrayLike | None = None,
+    b_down: ArrayLike | None = None,
+    low_rank_gate_up: LowRank | None = None,
+    low_rank_down: LowRank | None = None,
+    w_layout: str = "enk",
 ) -> ExpertWeights:
     """The parameters as arrays; raises if a LoRA term does not fit its weights."""
     gate_up = _matrix("gate_up", w_gate_up, low_rank_gate_up, w_layout)

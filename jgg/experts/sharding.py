@@ -1,18 +1,16 @@
 """Experts, their features and tokens split over the devices of a mesh; `import jgg.sharding`."""
 
 import functools
-from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple, Unpack
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jgg.core.activations import ActivationLike
-from jgg.core.arguments import as_array, as_int, check, check_instance
+from jgg.core.arguments import as_array, as_int, check, check_instance, check_keywords
 from jgg.core.matrix import Matrix
 from jgg.core.quantized import QuantizedArray, QuantizedWeights, block_of
-from jgg.experts.arguments import ExpertWeights, MlpOptions, check_choices, check_shapes, expert_weights
+from jgg.experts.arguments import ExpertWeights, MlpOptions, Options, check_choices, check_shapes, expert_weights
 from jgg.experts.mesh import (
     MoESharding,
     axis_split_over,
@@ -22,8 +20,7 @@ from jgg.experts.mesh import (
     map_tokens,
 )
 from jgg.experts.on_device import compute_mlp_on_device, map_matrices
-from jgg.linear.fp8 import Fp8
-from jgg.linear.low_rank import LowRank
+from jgg.linear.weights import Weights
 
 __all__ = ["MoESharding", "interleave", "moe_mlp_on_device", "sharded_moe_mlp"]
 
@@ -38,17 +35,7 @@ def sharded_moe_mlp(
     topk_indices: ArrayLike,
     *,
     sharding: MoESharding,
-    b_gate_up: ArrayLike | None = None,
-    b_down: ArrayLike | None = None,
-    low_rank_gate_up: LowRank | None = None,
-    low_rank_down: LowRank | None = None,
-    activation: ActivationLike = "swiglu",
-    interleaved: bool = False,
-    w_layout: str = "enk",
-    precision: jax.lax.PrecisionLike = None,
-    quantization: Fp8 | None = None,
-    implementation: str | None = None,
-    residual_names: Mapping[str, str] | None = None,
+    **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]:
     """`jgg.moe_mlp` on a mesh: experts and their tokens may be on different devices.
 
@@ -58,15 +45,15 @@ def sharded_moe_mlp(
 
     Args:
       x: [T, H], split as `sharding.token_spec`.
-      w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down: as in `jgg.moe_mlp`, split as
-        `sharding.weight_specs(w_layout)`. Values and scales of a QuantizedArray are split alike, and no block may span
-        several devices.
+      w_gate_up, w_down: as in `jgg.moe_mlp`, split as `sharding.weight_specs(w_layout)`. Values and scales of a
+        QuantizedArray are split alike, and no block may span several devices.
       topk_weights: float [T, k].
       topk_indices: integer [T, k], the expert of each choice; a row whose expert lies outside [0, E) adds nothing.
       sharding: which mesh axis splits what, and which exchange sends tokens to experts.
-      interleaved: as in `jgg.moe_mlp`; must be True for a gated activation split over a tensor axis, so that a gate
-        and its up feature are on the same device: see `interleave`.
-      activation, w_layout, precision, quantization, implementation, residual_names: as in `jgg.moe_mlp`.
+      options: any of b_gate_up, b_down, low_rank_gate_up and low_rank_down, split like the weights, activation,
+        interleaved, w_layout, precision, quantization, implementation and residual_names, as in `jgg.moe_mlp`.
+        `interleaved` must be True for a gated activation split over a tensor axis, so that a gate and its up feature
+        are on the same device: see `interleave`.
 
     Returns:
       y [T, H] in the dtype of x, split like x, and the overflow: int32 scalar, how many of the T * k rows found no
@@ -80,12 +67,10 @@ def sharded_moe_mlp(
     """
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
     check_outside_shard_map(sharding)
-    given = activation, interleaved, w_layout, precision, quantization, implementation, residual_names
-    options = MlpOptions.checked(*given)
-    weights = expert_weights(w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down, w_layout)
-    arrays = _checked(x, weights, topk_weights, topk_indices, sharding, options, gathers=False)
-    on_device = functools.partial(_on_device, sharding, options)
-    return map_tokens(on_device, sharding, arrays, sharding.weight_specs(w_layout), (sharding.token_spec, P()))
+    checked = _checked(x, w_gate_up, w_down, topk_weights, topk_indices, sharding, options, gathers=False)
+    specs = sharding.weight_specs(checked.options.w_layout)
+    on_device = functools.partial(_on_device, sharding, checked.options)
+    return map_tokens(on_device, sharding, checked.arrays, specs, (sharding.token_spec, P()))
 
 
 class _Arrays(NamedTuple):
@@ -100,6 +85,13 @@ class _Arrays(NamedTuple):
     b_down: jax.Array | None
 
 
+class _Checked(NamedTuple):
+    """What the arguments of `sharded_moe_mlp` give."""
+
+    arrays: _Arrays
+    options: MlpOptions
+
+
 def moe_mlp_on_device(
     x: ArrayLike,
     w_gate_up: ArrayLike | QuantizedArray | QuantizedWeights,
@@ -108,17 +100,7 @@ def moe_mlp_on_device(
     topk_indices: ArrayLike,
     *,
     sharding: MoESharding,
-    b_gate_up: ArrayLike | None = None,
-    b_down: ArrayLike | None = None,
-    low_rank_gate_up: LowRank | None = None,
-    low_rank_down: LowRank | None = None,
-    activation: ActivationLike = "swiglu",
-    interleaved: bool = False,
-    w_layout: str = "enk",
-    precision: jax.lax.PrecisionLike = None,
-    quantization: Fp8 | None = None,
-    implementation: str | None = None,
-    residual_names: Mapping[str, str] | None = None,
+    **options: Unpack[Options],
 ) -> tuple[jax.Array, jax.Array]:
     """`sharded_moe_mlp` for use inside your own `jax.shard_map`: each array is this device's shard.
 
@@ -132,11 +114,8 @@ def moe_mlp_on_device(
     """
     check_instance("sharding", sharding, MoESharding, "a jgg.sharding.MoESharding")
     check_inside_shard_map(sharding)
-    given = activation, interleaved, w_layout, precision, quantization, implementation, residual_names
-    options = MlpOptions.checked(*given)
-    weights = expert_weights(w_gate_up, w_down, b_gate_up, b_down, low_rank_gate_up, low_rank_down, w_layout)
-    arrays = _checked(x, weights, topk_weights, topk_indices, sharding, options, gathers=True)
-    return _on_device(sharding, options, arrays)
+    checked = _checked(x, w_gate_up, w_down, topk_weights, topk_indices, sharding, options, gathers=True)
+    return _on_device(sharding, checked.options, checked.arrays)
 
 
 def _on_device(sharding: MoESharding, options: MlpOptions, arrays: _Arrays) -> tuple[jax.Array, jax.Array]:
@@ -146,19 +125,25 @@ def _on_device(sharding: MoESharding, options: MlpOptions, arrays: _Arrays) -> t
 
 def _checked(
     x: ArrayLike,
-    weights: ExpertWeights,
+    w_gate_up: ArrayLike | Weights,
+    w_down: ArrayLike | Weights,
     topk_weights: ArrayLike,
     topk_indices: ArrayLike,
     sharding: MoESharding,
-    options: MlpOptions,
+    given: Options,
     *,
     gathers: bool,
-) -> _Arrays:
-    """The tokens, their choices and the weights as arrays; raises if they disagree.
+) -> _Checked:
+    """The arguments of `sharded_moe_mlp`; raises if one is wrong or they disagree.
 
     Args:
       gathers: whether these are one device's arrays, whose weights are gathered before they are multiplied.
     """
+    check_keywords(given, Options)
+    others: dict[str, Any] = {**given}
+    of_weights = {name: others.pop(name) for name in given if name.startswith(("b_", "low_rank_"))}
+    options = MlpOptions.checked(**others)
+    weights = expert_weights(w_gate_up, w_down, **of_weights, w_layout=options.w_layout)
     x, topk_weights = as_array("x", x), as_array("topk_weights", topk_weights)
     topk_indices = as_array("topk_indices", topk_indices)
     for name, matrix in (("w_gate_up", weights.gate_up), ("w_down", weights.down)):
@@ -167,7 +152,7 @@ def _checked(
     check_shapes(x, _gathered_types(weights, sharding, options) if gathers else weights, options)
     check_choices(x, topk_weights, topk_indices)
     check_interleaved(options.interleaved, options.activation, sharding)
-    return _Arrays(x, topk_weights, topk_indices, *weights)
+    return _Checked(_Arrays(x, topk_weights, topk_indices, *weights), options)
 
 
 def _gathered_types(weights: ExpertWeights, sharding: MoESharding, options: MlpOptions) -> ExpertWeights:

@@ -33,6 +33,14 @@ class Arrays(NamedTuple):
     group_offset: jax.Array | None = None
 
 
+class Order(NamedTuple):
+    """Which rows belong to which expert and where they are, as in `jgg.grouped_gemm`."""
+
+    group_sizes: jax.Array
+    gather_indices: jax.Array | None
+    topk_weights: jax.Array | None
+
+
 class Operands(NamedTuple):
     """The arrays of one linear layer."""
 
@@ -127,31 +135,20 @@ def _backward(linear: Linear, residuals: _Residuals, dy: jax.Array) -> tuple[Ope
 _differentiable.defvjp(_forward, _backward)
 
 
+def _routes(linear: Linear, order: Order) -> Routes:
+    bounds = group_bounds(order.group_sizes, linear.problem.num_rows)
+    return Routes(bounds, as_indices(order.gather_indices), order.topk_weights)
+
+
 @functools.partial(jax.jit, static_argnums=0)
-def compute_dx(
-    linear: Linear,
-    dy: jax.Array,
-    w: jax.Array,
-    group_sizes: jax.Array,
-    gather_indices: jax.Array | None,
-    topk_weights: jax.Array | None,
-) -> jax.Array:
+def compute_dx(linear: Linear, dy: jax.Array, w: jax.Array, order: Order) -> jax.Array:
     """Computes the gradient of x by DX alone."""
-    bounds = group_bounds(group_sizes, linear.problem.num_rows)
-    operands = Dx(dy, w, bounds, gather_indices=as_indices(gather_indices), topk_weights=topk_weights)
+    operands = Dx(dy, w, **_routes(linear, order)._asdict())
     return DX(linear.how, operands, linear.configs.dx, problem=linear.problem).dx
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def compute_dw(
-    linear: Linear,
-    x: jax.Array,
-    dy: jax.Array,
-    group_sizes: jax.Array,
-    gather_indices: jax.Array | None,
-    topk_weights: jax.Array | None,
-) -> jax.Array:
+def compute_dw(linear: Linear, x: jax.Array, dy: jax.Array, order: Order) -> jax.Array:
     """Computes the gradient of w by DW alone."""
-    bounds = group_bounds(group_sizes, linear.problem.num_rows)
-    operands = Dw(x, dy, bounds, as_indices(gather_indices), topk_weights)
+    operands = Dw(x, dy, *_routes(linear, order))
     return DW(linear.how, operands, linear.configs.dw, problem=linear.problem)

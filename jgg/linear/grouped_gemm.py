@@ -1,16 +1,16 @@
 """The public operations: grouped_gemm and its three products. They check arguments; `products` computes."""
 
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, TypedDict, Unpack
 
 import jax
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.core.arguments import as_array, as_array_or_none, check_instance
+from jgg.core.arguments import as_array, as_array_or_none, check_instance, check_keywords
 from jgg.core.problem import GroupedGemmProblem, check_problem
 from jgg.core.quantized import QuantizedArray, as_dense
 from jgg.launching.choice import how_of
 from jgg.launching.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
-from jgg.linear.differentiable import Arrays, compute_dw, compute_dx, compute_forward, compute_grouped_gemm
+from jgg.linear.differentiable import Arrays, Order, compute_dw, compute_dx, compute_forward, compute_grouped_gemm
 from jgg.linear.linear import Configs, Linear
 from jgg.linear.low_rank import LowRank, checked_beside
 from jgg.linear.weights import as_matrix
@@ -87,18 +87,42 @@ def grouped_gemm(
       TypeError: a dtype is unsupported, x and w differ in dtype, or an argument is not the array, int or flag that it
         must be.
     """
-    _check_config("kernel_config_fwd", kernel_config_fwd, KernelConfigForward)
-    _check_config("kernel_config_bwd_dx", kernel_config_bwd_dx, KernelConfigDX)
-    _check_config("kernel_config_bwd_dw", kernel_config_bwd_dw, KernelConfigDW)
-    order = _Order(group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights)
-    problem, arrays = _checked(x, w, order, bias, w_layout, precision, preferred_element_type)
+    configs = Configs(
+        _checked_config("kernel_config_fwd", kernel_config_fwd, KernelConfigForward),
+        _checked_config("kernel_config_bwd_dx", kernel_config_bwd_dx, KernelConfigDX),
+        _checked_config("kernel_config_bwd_dw", kernel_config_bwd_dw, KernelConfigDW),
+    )
+    options = Options(
+        topk=topk,
+        gather_indices=gather_indices,
+        permute_x=permute_x,
+        permute_y=permute_y,
+        topk_weights=topk_weights,
+        w_layout=w_layout,
+        precision=precision,
+    )
+    x, w = _factors(x, w)
+    bias = as_array_or_none("bias", bias)
+    problem, order = _checked(group_sizes, options, x=x, w=w, bias=bias, out_dtype=preferred_element_type)
+    arrays = Arrays(x, as_matrix("w", w), *order, bias)
     if low_rank is not None:
         check_instance("x", arrays.x, jax.Array, "no QuantizedArray with low_rank")
         matrix = checked_beside("low_rank", arrays.matrix, low_rank, problem.w_layout)
         arrays = arrays._replace(matrix=matrix)
-    configs = Configs(kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw)
     linear = Linear(problem, how_of(problem, implementation), configs, trains=arrays.matrix.is_trained)
     return compute_grouped_gemm(linear, arrays)
+
+
+class Options(TypedDict, total=False):
+    """The keyword arguments that `grouped_gemm` and its three products share, but for `group_sizes`."""
+
+    topk: int
+    gather_indices: ArrayLike | None
+    permute_x: bool
+    permute_y: bool
+    topk_weights: ArrayLike | None
+    w_layout: str
+    precision: jax.lax.PrecisionLike
 
 
 def grouped_gemm_forward(
@@ -106,34 +130,29 @@ def grouped_gemm_forward(
     w: ArrayLike | QuantizedArray,
     *,
     group_sizes: ArrayLike,
-    topk: int = 1,
-    gather_indices: ArrayLike | None = None,
-    permute_x: bool = False,
-    permute_y: bool = False,
-    topk_weights: ArrayLike | None = None,
     bias: ArrayLike | None = None,
-    w_layout: str = "enk",
-    precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     kernel_config: KernelConfigForward | None = None,
     implementation: str | None = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     """Only the forward product of `grouped_gemm`; its derivative is plain JAX.
 
     Args:
-      x, w: as in `grouped_gemm`.
+      x, w, group_sizes, bias, preferred_element_type, implementation: as in `grouped_gemm`.
       kernel_config: by default chosen from the shapes and the device.
-      group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, bias: as in `grouped_gemm`.
-      w_layout, precision, preferred_element_type, implementation: as in `grouped_gemm`.
+      options: any of topk, gather_indices, permute_x, permute_y, topk_weights, w_layout and precision, as in
+        `grouped_gemm`.
 
     Returns: y, as `grouped_gemm`.
     Raises: as `grouped_gemm`.
     """
-    _check_config("kernel_config", kernel_config, KernelConfigForward)
-    order = _Order(group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights)
-    problem, arrays = _checked(x, w, order, bias, w_layout, precision, preferred_element_type)
-    linear = Linear(problem, how_of(problem, implementation), Configs(forward=kernel_config))
-    return compute_forward(linear, arrays)
+    configs = Configs(forward=_checked_config("kernel_config", kernel_config, KernelConfigForward))
+    x, w = _factors(x, w)
+    bias = as_array_or_none("bias", bias)
+    problem, order = _checked(group_sizes, options, x=x, w=w, bias=bias, out_dtype=preferred_element_type)
+    arrays = Arrays(x, as_matrix("w", w), *order, bias)
+    return compute_forward(Linear(problem, how_of(problem, implementation), configs), arrays)
 
 
 def grouped_gemm_dx(
@@ -141,15 +160,9 @@ def grouped_gemm_dx(
     w: ArrayLike | QuantizedArray,
     *,
     group_sizes: ArrayLike,
-    topk: int = 1,
-    gather_indices: ArrayLike | None = None,
-    permute_x: bool = False,
-    permute_y: bool = False,
-    topk_weights: ArrayLike | None = None,
-    w_layout: str = "enk",
-    precision: jax.lax.PrecisionLike = None,
     kernel_config: KernelConfigDX | None = None,
     implementation: str | None = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     """Only the gradient of `grouped_gemm` in x; its own derivative is plain JAX.
 
@@ -158,20 +171,16 @@ def grouped_gemm_dx(
 
     Args:
       dy: [M, N] in the order of y: in token order with `permute_y`, else in expert order.
-      w, group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, w_layout, precision, implementation: as
-        in `grouped_gemm`.
-      kernel_config: by default chosen from the shapes and the device.
+      w, group_sizes, kernel_config, implementation, options: as in `grouped_gemm_forward`.
 
     Returns: dx in the shape of x, [M, K] or with `permute_x` [T, K], in the dtype of dy.
     Raises: as `grouped_gemm`.
     """
-    _check_config("kernel_config", kernel_config, KernelConfigDX)
+    configs = Configs(dx=_checked_config("kernel_config", kernel_config, KernelConfigDX))
     dy = as_array("dy", dy)
     w = as_dense("w", w, dy.dtype)
-    order = _Order(group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights).as_arrays()
-    problem = check_problem(dy=dy, w=w, **order._asdict(), w_layout=w_layout, precision=precision)
-    linear = Linear(problem, how_of(problem, implementation), Configs(dx=kernel_config))
-    return compute_dx(linear, dy, w, *order.arrays)
+    problem, order = _checked(group_sizes, options, dy=dy, w=w)
+    return compute_dx(Linear(problem, how_of(problem, implementation), configs), dy, w, order)
 
 
 def grouped_gemm_dw(
@@ -179,16 +188,10 @@ def grouped_gemm_dw(
     dy: ArrayLike,
     *,
     group_sizes: ArrayLike,
-    topk: int = 1,
-    gather_indices: ArrayLike | None = None,
-    permute_x: bool = False,
-    permute_y: bool = False,
-    topk_weights: ArrayLike | None = None,
-    w_layout: str = "enk",
-    precision: jax.lax.PrecisionLike = None,
     preferred_element_type: DTypeLike | None = None,
     kernel_config: KernelConfigDW | None = None,
     implementation: str | None = None,
+    **options: Unpack[Options],
 ) -> jax.Array:
     """Only the gradient of `grouped_gemm` in w; its own derivative is plain JAX.
 
@@ -196,71 +199,50 @@ def grouped_gemm_dw(
     without rows.
 
     Args:
-      x: as in `grouped_gemm`.
+      x, group_sizes, kernel_config, implementation, options: as in `grouped_gemm_forward`.
       dy: [M, N] in the order of y: in token order with `permute_y`, else in expert order.
-      group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights, w_layout, precision, implementation: as in
-        `grouped_gemm`.
       preferred_element_type: dtype of dw, float32, bfloat16 or float16; None for the dtype of x. Sums are float32.
-      kernel_config: by default chosen from the shapes and the device.
 
     Returns: dw [E, N, K] or, with `w_layout="ekn"`, [E, K, N].
     Raises: as `grouped_gemm`.
     """
-    _check_config("kernel_config", kernel_config, KernelConfigDW)
+    configs = Configs(dw=_checked_config("kernel_config", kernel_config, KernelConfigDW))
     x, dy = as_array("x", x), as_array("dy", dy)
-    order = _Order(group_sizes, topk, gather_indices, permute_x, permute_y, topk_weights).as_arrays()
-    problem = check_problem(
-        x=x, dy=dy, **order._asdict(), w_layout=w_layout, precision=precision, dw_dtype=preferred_element_type
+    problem, order = _checked(group_sizes, options, x=x, dy=dy, dw_dtype=preferred_element_type)
+    return compute_dw(Linear(problem, how_of(problem, implementation), configs), x, dy, order)
+
+
+class _Checked(NamedTuple):
+    """What an operation's arguments give: the problem, and where the rows of its operands are."""
+
+    problem: GroupedGemmProblem
+    order: Order
+
+
+def _checked(group_sizes: ArrayLike, options: Options, **operands: Any) -> _Checked:
+    """Raises if an argument is wrong; `operands` are further arguments of `check_problem`, arrays by now."""
+    check_keywords(options, Options)
+    order = Order(
+        as_array("group_sizes", group_sizes),
+        as_array_or_none("gather_indices", options.get("gather_indices")),
+        as_array_or_none("topk_weights", options.get("topk_weights")),
     )
-    linear = Linear(problem, how_of(problem, implementation), Configs(dw=kernel_config))
-    return compute_dw(linear, x, dy, *order.arrays)
+    return _Checked(check_problem(**operands, **{**options, **order._asdict()}), order)
 
 
-class _Order(NamedTuple):
-    """Which rows belong to which expert and where they are, as arguments of `grouped_gemm`."""
-
-    group_sizes: ArrayLike
-    topk: int
-    gather_indices: ArrayLike | None
-    permute_x: bool
-    permute_y: bool
-    topk_weights: ArrayLike | None
-
-    @property
-    def arrays(self) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-        """group_sizes, gather_indices and topk_weights as arrays."""
-        indices, weights = (as_array_or_none(name, getattr(self, name)) for name in ("gather_indices", "topk_weights"))
-        return as_array("group_sizes", self.group_sizes), indices, weights
-
-    def as_arrays(self) -> Self:
-        """The same with arrays."""
-        group_sizes, gather_indices, topk_weights = self.arrays
-        return self._replace(group_sizes=group_sizes, gather_indices=gather_indices, topk_weights=topk_weights)
-
-
-def _checked(
-    x: ArrayLike | QuantizedArray,
-    w: ArrayLike | QuantizedArray,
-    order: _Order,
-    bias: ArrayLike | None,
-    w_layout: str,
-    precision: jax.lax.PrecisionLike,
-    out_dtype: DTypeLike | None,
-) -> tuple[GroupedGemmProblem, Arrays]:
-    """The problem and the arrays for the arguments of `grouped_gemm`; w stays quantized only if x is."""
+def _factors(
+    x: ArrayLike | QuantizedArray, w: ArrayLike | QuantizedArray
+) -> tuple[jax.Array, jax.Array] | tuple[QuantizedArray, QuantizedArray]:
+    """x and w as arrays; w stays quantized only if x is."""
     if isinstance(x, QuantizedArray):
         check_instance("w", w, QuantizedArray, "a QuantizedArray, as x is")
         assert isinstance(w, QuantizedArray)
-    else:
-        x = as_array("x", x)
-        w = as_dense("w", w, x.dtype)
-    order, bias = order.as_arrays(), as_array_or_none("bias", bias)
-    problem = check_problem(
-        x=x, w=w, bias=bias, **order._asdict(), w_layout=w_layout, precision=precision, out_dtype=out_dtype
-    )
-    return problem, Arrays(x, as_matrix("w", w), *order.arrays, bias)
+        return x, w
+    x = as_array("x", x)
+    return x, as_dense("w", w, x.dtype)
 
 
-def _check_config(name: str, config: object, kind: type) -> None:
+def _checked_config[Kind](name: str, config: Kind | None, kind: type[Kind]) -> Kind | None:
     if config is not None:
         check_instance(name, config, kind, f"a {kind.__name__} or None")
+    return config
