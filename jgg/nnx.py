@@ -16,8 +16,9 @@ from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_dtype, as_flag, check, check_instance
 from jgg.core.quantized import QuantizedArray, block_of, is_quantized, values_and_scales
-from jgg.experts.layer import MoELayer, dense_init, expert_init
+from jgg.experts.layer import MoELayer
 from jgg.experts.layer_options import InFeatures, LayerOptions, check_layer
+from jgg.experts.layer_parameters import dense_init, expert_init
 from jgg.experts.sharding import MoESharding
 from jgg.linear.fp8 import Fp8
 from jgg.linear.low_rank import LowRank

@@ -14,9 +14,9 @@ from typing import NamedTuple
 from jgg.cli import options
 from jgg.cli.console import progress
 from jgg.cli.errors import UsageError
-from jgg.core.choices import FP8
+from jgg.core.choices import FP8, W_LAYOUTS
 from jgg.core.gpu_target import device_target
-from jgg.core.problem import W_LAYOUTS, GroupedGemmProblem
+from jgg.core.problem import GroupedGemmProblem
 from jgg.tuning import Entry
 from jgg.tuning.search import ops_of, output_file, tune_op
 from jgg.tuning.workloads import computed_as, gemm

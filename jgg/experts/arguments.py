@@ -22,8 +22,10 @@ from jgg.core.arguments import (
     check_one_of,
     check_rank,
 )
+from jgg.core.choices import W_LAYOUTS
 from jgg.core.matrix import Matrix
-from jgg.core.problem import DTYPES, W_LAYOUTS, check_bias, check_known_groups
+from jgg.core.problem import DTYPES
+from jgg.core.problem_checks import check_bias, check_known_groups
 from jgg.experts.router.routing import Routing
 from jgg.launching.choice import check_implementation
 from jgg.linear.fp8 import Fp8, check_quantization

@@ -14,9 +14,8 @@ from jax.typing import DTypeLike
 
 from jgg.core.activations import ActivationLike, find_activation
 from jgg.core.arguments import as_flag, check_instance, check_one_of
-from jgg.core.choices import EXCHANGES, FSDP_SPLITS
+from jgg.core.choices import EXCHANGES, FSDP_SPLITS, W_LAYOUTS
 from jgg.core.matrix import Factors, Matrix
-from jgg.core.problem import W_LAYOUTS
 from jgg.core.quantized import QuantizedArray, block_of
 from jgg.linear.lora import adapter_axes, adapter_names
 

@@ -8,7 +8,8 @@ import numpy as np
 
 from jgg.core.activations import Activation
 from jgg.core.matrix import Matrix
-from jgg.core.problem import GroupedGemmProblem, check_num_rows
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.problem_checks import check_num_rows
 from jgg.core.schedule import group_bounds
 from jgg.experts.arguments import ExpertWeights, MlpOptions, ResidualNames
 from jgg.experts.exchange import Exchange

@@ -16,7 +16,8 @@ from jax.typing import DTypeLike
 from jgg import KernelConfigForward
 from jgg.core.files import warn_once
 from jgg.core.gpu_target import known_target
-from jgg.core.problem import GroupedGemmProblem, check_problem
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.problem_checks import check_problem
 from jgg.experts.sharding import MoESharding
 from jgg.extend import is_plain_jax
 from jgg.launching.tuned_configs import choose_config

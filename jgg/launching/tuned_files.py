@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from jgg.core.arguments import as_flag
+from jgg.core.choices import W_LAYOUTS
 from jgg.core.files import cache_folder, check_regular, locked, replace_text
-from jgg.core.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
+from jgg.core.problem import DTYPES, GroupedGemmProblem
 from jgg.core.quantized import QUANTIZED_DTYPE
 from jgg.launching.kernel_configs import CONFIG_TYPES, KernelConfig
 

@@ -6,7 +6,8 @@ import jax
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_array_or_none, check_instance, check_keywords
-from jgg.core.problem import GroupedGemmProblem, check_problem
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.problem_checks import check_problem
 from jgg.core.quantized import QuantizedArray, as_dense
 from jgg.launching.choice import how_of
 from jgg.launching.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward

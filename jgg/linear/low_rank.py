@@ -10,8 +10,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from jgg.core.arguments import as_array, as_finite, check_floats, check_instance, check_one_of, check_rank
+from jgg.core.choices import W_LAYOUTS
 from jgg.core.matrix import Factors, Matrix
-from jgg.core.problem import W_LAYOUTS
 from jgg.core.quantized import QuantizedArray, type_of
 
 __all__ = ["LowRank"]

@@ -12,7 +12,8 @@ from jax.typing import DTypeLike
 
 from jgg.core.manual_axes import alike
 from jgg.core.matrix import Matrix
-from jgg.core.problem import GroupedGemmProblem, check_problem
+from jgg.core.problem import GroupedGemmProblem
+from jgg.core.problem_checks import check_problem
 from jgg.core.schedule import Rows, between_groups, group_bounds, saturated_int32
 from jgg.launching.choice import How, how_of, is_plain_jax
 from jgg.linear.differentiable import Arrays, compute_grouped_gemm

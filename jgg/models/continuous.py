@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jgg.models.decoder import Caches, Decoder
+from jgg.models.decoder import Decoder
+from jgg.models.decoder_stacks import Caches
 from jgg.models.decoding import decoded, first_tokens
 from jgg.models.penalties import Occurrences
 from jgg.models.placement import split_batch

@@ -8,7 +8,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jgg.models.decoder import Caches, Decoder
+from jgg.models.decoder import Decoder
+from jgg.models.decoder_stacks import Caches
 from jgg.models.stacks import State
 
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.experts.sharding import MoESharding
-from jgg.models.decoder import Caches
+from jgg.models.decoder_stacks import Caches
 from jgg.models.penalties import Occurrences, Penalties
 from jgg.models.placement import split_batch
 from jgg.models.prefill import Plan

@@ -13,10 +13,10 @@ from pathlib import Path
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_dtype, as_flag, as_int, check_one_of
-from jgg.core.choices import OPS
+from jgg.core.choices import OPS, W_LAYOUTS
 from jgg.core.files import warn_once
 from jgg.core.gpu_target import Target, current_target, device_target
-from jgg.core.problem import DTYPES, W_LAYOUTS, GroupedGemmProblem
+from jgg.core.problem import DTYPES, GroupedGemmProblem
 from jgg.core.quantized import QUANTIZED_DTYPE
 from jgg.core.versions import __version__
 from jgg.launching.heuristic import heuristic_config, plain_config, trial_configs

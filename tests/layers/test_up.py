@@ -10,7 +10,7 @@ import pytest
 import jgg
 from jgg.core.activations import ACTIVATIONS
 from jgg.core.gpu_target import current_target
-from jgg.core.problem import check_problem
+from jgg.core.problem_checks import check_problem
 from jgg.core.quantized import Format
 from jgg.core.schedule import group_bounds
 from jgg.launching.choice import How

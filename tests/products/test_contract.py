@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import jgg
-from jgg.core.problem import check_problem
+from jgg.core.problem_checks import check_problem
 from jgg.core.schedule import group_bounds
 from jgg.linear.differentiable import bias_row_sums
 from jgg.products.dw import row_scales

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from jgg.core.gpu_target import current_target
-from jgg.core.problem import check_problem
+from jgg.core.problem_checks import check_problem
 from jgg.core.schedule import group_bounds
 from jgg.launching.choice import How
 from jgg.products.dx import DX, Dx

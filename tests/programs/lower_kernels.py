@@ -23,7 +23,7 @@ import triton
 
 import jgg
 from jgg.core.gpu_target import current_target
-from jgg.core.problem import check_problem
+from jgg.core.problem_checks import check_problem
 from jgg.launching import triton as triton_implementation
 from jgg.launching import tuned_files
 from jgg.launching.heuristic import heuristic_config

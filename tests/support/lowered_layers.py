@@ -9,7 +9,7 @@ import jgg
 from jgg.core.activations import ACTIVATIONS
 from jgg.core.arguments import as_precision
 from jgg.core.gpu_target import current_target
-from jgg.core.problem import check_problem
+from jgg.core.problem_checks import check_problem
 from jgg.core.schedule import group_bounds
 from jgg.launching.choice import How
 from jgg.launching.heuristic import hopper_config
