@@ -6,6 +6,7 @@ An `Operation` takes a NamedTuple of operands. Its `plain` function or kernels r
 from jgg.launching.choice import How, Launcher, check_implementation, is_plain_jax
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch, matrices
+from jgg.launching.tuned_configs import tiles_of
 from jgg.primitives import vmap
 from jgg.primitives.barrier import barrier
 from jgg.primitives.operation import Operation, array_type
@@ -24,5 +25,6 @@ __all__ = [
     "is_plain_jax",
     "matrices",
     "power_of_2",
+    "tiles_of",
     "vmap",
 ]

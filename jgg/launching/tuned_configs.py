@@ -12,6 +12,7 @@ from jgg.launching import tuned_files
 from jgg.launching.heuristic import heuristic_config
 from jgg.launching.kernel_configs import KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward
 from jgg.launching.requirements import can_run, why_not
+from jgg.launching.tiles import OF_GPU, TILES
 from jgg.launching.tuned_files import Entry
 
 _logger = logging.getLogger("jgg")
@@ -31,6 +32,14 @@ def choose_config[Kind: (KernelConfigForward, KernelConfigDX, KernelConfigDW)](
         _logger.info("The %s kernel is not used for this %s: %s", given.kernel, kind.op, reason)
         chosen = heuristic_config(kind, problem, target)
     return chosen
+
+
+def tiles_of(kernel: str, target: Target) -> dict[str, int]:
+    """The tiles of a kernel of `tiles.TILES`: the table's for the GPU, or in their place those of a tuned file."""
+    tiles = TILES[kernel] | OF_GPU.get(target.compute_capability, {}).get(kernel, {})
+    for path in (*tuned_files.shipped_files(), tuned_files.user_file()):
+        tiles |= tuned_files.load(path).tiles.get(str(target.compute_capability), {}).get(kernel, {})
+    return tiles
 
 
 def _tuned_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) -> KernelConfig | None:
@@ -56,7 +65,7 @@ def find(kind: type[KernelConfig], problem: GroupedGemmProblem, target: Target) 
     for path in (tuned_files.user_file(), *tuned_files.shipped_files()):
         near = [
             entry
-            for entry in tuned_files.load(path)
+            for entry in tuned_files.load(path).entries
             if entry.compute_capability == target.compute_capability
             and type(entry.config) is kind
             and kernel in (None, entry.config.kernel)

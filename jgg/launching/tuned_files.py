@@ -6,8 +6,9 @@ import json
 import math
 import os
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self, get_type_hints
+from typing import Any, NamedTuple, Self, get_type_hints
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +19,7 @@ from jgg.core.files import cache_folder, check_regular, locked, replace_text
 from jgg.core.problem import DTYPES, GroupedGemmProblem
 from jgg.core.quantized import QUANTIZED_DTYPE
 from jgg.launching.kernel_configs import CONFIG_TYPES, KernelConfig
+from jgg.launching.tiles import check_tiles
 
 _FORMAT = 1
 
@@ -144,25 +146,41 @@ def shipped_files() -> list[Path]:
     return sorted((Path(__file__).parent / "tuned").glob("*.json"))
 
 
-def load(path: Path | None) -> tuple[Entry, ...]:
-    """The entries of a file; none if there is no such file or, with a warning, if it is damaged."""
+class Tuned(NamedTuple):
+    """What a file holds.
+
+    Attributes:
+      tiles: those that replace some of `tiles.TILES`, by compute capability and kernel.
+    """
+
+    entries: tuple[Entry, ...] = ()
+    tiles: Mapping[str, Mapping[str, Mapping[str, int]]] = {}
+
+
+def load(path: Path | None) -> Tuned:
+    """What a file holds; nothing if there is no such file or, with a warning, if it is damaged."""
     try:
-        return () if path is None else _load(path, path.stat().st_mtime_ns)
+        return Tuned() if path is None else _load(path, path.stat().st_mtime_ns)
     except OSError:
-        return ()
+        return Tuned()
 
 
 @functools.lru_cache(maxsize=32)
-def _load(path: Path, modified: int) -> tuple[Entry, ...]:
+def _load(path: Path, modified: int) -> Tuned:
     try:
-        return parse(path)
+        return read(path)
     except ValueError as error:
         warnings.warn(f"{error}; it is ignored.", stacklevel=2)
-        return ()
+        return Tuned()
 
 
 def parse(path: Path) -> tuple[Entry, ...]:
-    """The entries of a file.
+    """The entries of a file. Raises: as `read`."""
+    return read(path).entries
+
+
+def read(path: Path) -> Tuned:
+    """What a file holds.
 
     Raises: ValueError: the file is damaged; the message names it.
     """
@@ -171,8 +189,12 @@ def parse(path: Path) -> tuple[Entry, ...]:
         content = json.loads(path.read_text())
         if content["format"] != _FORMAT:
             raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
-        return tuple(Entry.from_json(entry) for entry in content["entries"])
-    except (OSError, KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
+        tiles = content.get("tiles", {})
+        for of_kernels in tiles.values():
+            for kernel, of_kernel in of_kernels.items():
+                check_tiles(kernel, of_kernel)
+        return Tuned(tuple(Entry.from_json(entry) for entry in content["entries"]), tiles)
+    except (OSError, KeyError, TypeError, AttributeError, ValueError, OverflowError, RecursionError) as error:
         what = f"no {error}" if isinstance(error, KeyError) else error
         raise ValueError(f"{path} is no file of tuned configurations: {what}") from error
 
@@ -189,10 +211,12 @@ def merge(path: Path, entry: Entry, keep_faster: bool = False) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path):
-        entries = {old.identity: old for old in (parse(path) if path.exists() else ())}
+        found = read(path) if path.exists() else Tuned()
+        entries = {old.identity: old for old in found.entries}
         old = entries.get(entry.identity)
         if keep_faster and old is not None and old.milliseconds <= entry.milliseconds:
             return
         entries[entry.identity] = entry
         lines = ",\n".join(json.dumps(entry.as_json()) for entry in entries.values())
-        replace_text(path, f'{{"format": {_FORMAT}, "entries": [\n{lines}\n]}}\n')
+        kept = f', "tiles": {json.dumps(found.tiles)}' if found.tiles else ""
+        replace_text(path, f'{{"format": {_FORMAT}, "entries": [\n{lines}\n]{kept}}}\n')

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
+from jgg.launching.tuned_configs import tiles_of
 from jgg.primitives.operation import Operation, array_type
-
-_BLOCK_COLUMNS = 1024
 
 
 class AddGated(NamedTuple):
@@ -43,13 +42,14 @@ def _launch(launcher: Launcher, operands: AddGated) -> jax.Array:
     from jgg.kernels.add_gated import add_gated_kernel
 
     num_rows, columns = operands.y.shape
-    block = min(_BLOCK_COLUMNS, power_of_2(columns))
+    tiles = tiles_of("add_gated_kernel", launcher.target)
+    block = min(tiles["columns"], power_of_2(columns))
     launch = Launch(
         operands=operands._asdict(),
         outputs={"total": _types(operands)},
         constants={"COLUMNS": columns, "BLOCK_COLUMNS": block},
         grid=(num_rows, math.ceil(columns / block)),
-        num_warps=max(1, block // 256),
+        num_warps=max(1, block // tiles["columns_of_warp"]),
         bytes_accessed=3 * operands.y.size * operands.y.dtype.itemsize,
     )
     return launcher.run(add_gated_kernel, launch)["total"]

@@ -15,6 +15,7 @@ from jgg.launching.choice import How, Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch, flat
 from jgg.launching.requirements import FP8_COMPUTE_CAPABILITY
+from jgg.launching.tuned_configs import tiles_of
 from jgg.primitives import vmap
 from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import Letters
@@ -114,10 +115,10 @@ def combine(
     dtype, (values, row_scales) = operands.dtype_of_sums(dtype), values_and_scales(rows)
     num_tokens, columns = len(positions) // topk, range(rows.shape[1]) if columns is None else columns
     y, first_column, num_columns = place or Place(None, 0, len(columns))
-    # a thread makes about eight loads of 16 bytes at once, whatever topk is
-    block_rows = max(2, 16 // power_of_2(topk, least=1))
+    tiles = tiles_of("combine_kernel", launcher.target)
+    block_rows = max(2, tiles["loads"] // power_of_2(topk, least=1))
     least = {} if row_scales is None else {"least": BLOCK}
-    block_columns = min(256 if topk == 1 else 512, power_of_2(len(columns), **least))
+    block_columns = min(tiles["columns_of_one" if topk == 1 else "columns"], power_of_2(len(columns), **least))
     launch = Launch(
         operands={
             "rows": values,

@@ -11,6 +11,7 @@ from jgg.core.schedule import GroupBounds, Rows, group_of_rows, guarded
 from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
+from jgg.launching.tuned_configs import tiles_of
 from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import Letters
 from jgg.products.dw import row_scales
@@ -41,7 +42,8 @@ def _launch(launcher: Launcher, operands: Dbias, problem: GroupedGemmProblem) ->
 
     rows, bounds, gather_indices, topk_weights = operands
     num_rows, columns = rows.shape
-    block_columns = min(128, power_of_2(columns))
+    tiles = tiles_of("group_sums_kernel", launcher.target)
+    block_columns = min(tiles["columns"], power_of_2(columns))
     num_groups = len(bounds.starts)
     launch = Launch(
         operands={
@@ -53,7 +55,7 @@ def _launch(launcher: Launcher, operands: Dbias, problem: GroupedGemmProblem) ->
             "num_rows": num_rows,
         },
         outputs={"sums": jax.ShapeDtypeStruct((num_groups, columns), jnp.float32)},
-        constants={"COLUMNS": columns, "BLOCK_ROWS": 64, "BLOCK_COLUMNS": block_columns},
+        constants={"COLUMNS": columns, "BLOCK_ROWS": tiles["rows"], "BLOCK_COLUMNS": block_columns},
         grid=(num_groups, math.ceil(columns / block_columns)),
         flops=rows.size,
         bytes_accessed=rows.size * rows.dtype.itemsize,

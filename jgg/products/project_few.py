@@ -9,12 +9,11 @@ import jax.numpy as jnp
 from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
+from jgg.launching.tuned_configs import tiles_of
 from jgg.primitives.operation import Operation, array_type
 
 MOST_ROWS = 64
 _STEP_BYTES = 512  # of a row of x in a step
-_BLOCK_COLUMNS = 32
-_NUM_STAGES = 4
 
 
 class ProjectFew(NamedTuple):
@@ -59,6 +58,7 @@ def _plain(operands: ProjectFew) -> Projected:
 def _launch(launcher: Launcher, operands: ProjectFew) -> Projected:
     from jgg.kernels.project_few import project_few_kernel
 
+    tiles = tiles_of("project_few_kernel", launcher.target)
     num_rows, reduced = operands.x.shape
     outputs = _result_types(operands)._asdict()
     columns = {f"{name.upper()}_COLUMNS": y.shape[1] for name, y in outputs.items()}
@@ -72,10 +72,10 @@ def _launch(launcher: Launcher, operands: ProjectFew) -> Projected:
             "PRECISION": "ieee" if operands.x.dtype == jnp.float32 else "tf32",
             "BLOCK_ROWS": power_of_2(num_rows),
             "BLOCK_REDUCED": min(block_reduced, power_of_2(reduced)),
-            "BLOCK_COLUMNS": _BLOCK_COLUMNS,
+            "BLOCK_COLUMNS": tiles["columns"],
         },
-        grid=(sum(math.ceil(size / _BLOCK_COLUMNS) for size in columns.values()),),
-        num_stages=_NUM_STAGES if num_rows <= MOST_ROWS // 2 else _NUM_STAGES - 1,
+        grid=(sum(math.ceil(size / tiles["columns"]) for size in columns.values()),),
+        num_stages=max(1, tiles["stages"] - (num_rows > MOST_ROWS // 2)),
         flops=2 * num_rows * reduced * sum(columns.values()),
         bytes_accessed=reduced * sum(columns.values()) * operands.x.dtype.itemsize,
     )

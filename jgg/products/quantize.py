@@ -23,6 +23,7 @@ from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
 from jgg.launching.requirements import FP8_COMPUTE_CAPABILITY
+from jgg.launching.tuned_configs import tiles_of
 from jgg.primitives.operation import Operation, array_type
 
 ROW_BLOCK = 1, BLOCK
@@ -60,8 +61,9 @@ def _launch_rows(launcher: Launcher, operands: Quantize, stored_as: Format) -> Q
 
     (x,) = operands
     num_rows, columns = x.shape
-    block_columns = min(1024, power_of_2(columns, least=BLOCK))
-    block_rows = 2048 // block_columns
+    tiles = tiles_of("quantize_rows_kernel", launcher.target)
+    block_columns = min(tiles["columns"], power_of_2(columns, least=BLOCK))
+    block_rows = max(1, tiles["elements"] // block_columns)
     outputs = _row_types(operands, stored_as)
     launch = Launch(
         operands={"x": x, "num_rows": num_rows},
@@ -147,7 +149,7 @@ def _launch_weights(
         outputs=outputs,
         constants={"ROWS": rows, "COLUMNS": columns, **quantizing_constants(stored_as)},
         grid=(math.ceil(columns / BLOCK), math.ceil(rows / BLOCK), matrices),
-        num_warps=8,
+        num_warps=tiles_of("quantize_weights_kernel", launcher.target)["warps"],
         flops=4 * w.size,
         bytes_accessed=w.size * (w.dtype.itemsize + len(outputs) - 1),
     )

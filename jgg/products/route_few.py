@@ -9,13 +9,12 @@ import jax.numpy as jnp
 from jgg.launching.choice import How, Launcher, is_plain_jax
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
+from jgg.launching.tuned_configs import tiles_of
 from jgg.primitives.operation import Operation, array_type
 from jgg.products.sort import SORT, Sort
 from jgg.products.top_k import TOP_K, TopK
 
 _MOST_SCORES = 8192  # that one program holds
-_SCORES_OF_WARP = 512
-_MOST_WARPS = 16
 
 
 class RouteFew(NamedTuple):
@@ -68,6 +67,7 @@ def _plain(operands: RouteFew, topk: int) -> Routed:
 def _launch(launcher: Launcher, operands: RouteFew, topk: int) -> Routed:
     from jgg.kernels.route_few import route_few_kernel
 
+    tiles = tiles_of("route_few_kernel", launcher.target)
     (logits,) = operands
     num_tokens, num_experts = logits.shape
     block_tokens, block_experts = power_of_2(num_tokens, least=1), power_of_2(num_experts, least=1)
@@ -82,7 +82,7 @@ def _launch(launcher: Launcher, operands: RouteFew, topk: int) -> Routed:
             "BLOCK_EXPERTS": block_experts,
         },
         grid=(1,),
-        num_warps=max(1, min(_MOST_WARPS, block_tokens * block_experts // _SCORES_OF_WARP)),
+        num_warps=max(1, min(tiles["warps"], block_tokens * block_experts // tiles["scores_of_warp"])),
         bytes_accessed=4 * logits.size,
     )
     return Routed(**launcher.run(route_few_kernel, launch))

@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import MAX_EXPERTS, Launch
+from jgg.launching.tuned_configs import tiles_of
 from jgg.primitives.operation import Operation, array_type
 from jgg.products.plain.choices import of_choices
-
-_EXPERTS_OF_WARP = 256
 
 
 class Score(NamedTuple):
@@ -45,7 +44,7 @@ def _launch_score(launcher: Launcher, operands: Score, score: str) -> jax.Array:
         outputs={"scores": _score_types(operands, score)},
         constants={"NUM_EXPERTS": num_experts, "IS_SIGMOID": score == "sigmoid", "BLOCK_EXPERTS": block},
         grid=(num_tokens,),
-        num_warps=max(1, block // _EXPERTS_OF_WARP),
+        num_warps=max(1, block // tiles_of("score_kernel", launcher.target)["experts_of_warp"]),
         bytes_accessed=8 * operands.logits.size,
     )
     return launcher.run(score_kernel, launch)["scores"]
@@ -117,7 +116,7 @@ def _launch_weigh(
             "BLOCK_TOPK": power_of_2(topk, least=1),
         },
         grid=(num_tokens,),
-        num_warps=1,
+        num_warps=tiles_of("weigh_kernel", launcher.target)["warps"],
         bytes_accessed=3 * 4 * operands.topk_indices.size,
     )
     return launcher.run(weigh_kernel, launch)["weights"]

@@ -9,13 +9,11 @@ import jax.numpy as jnp
 from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import MAX_EXPERTS, Launch
+from jgg.launching.tuned_configs import tiles_of
 from jgg.primitives.operation import Operation, array_type
 from jgg.primitives.partitioning import ROWS, WHOLE, Letters
 
-_MAX_PROGRAMS = 512  # limited, as a single program adds up the counts of all
-_FEW_ROWS = 256  # rows that one program sorts by comparing all with all, _STEP_ROWS at once
-_STEP_ROWS = 32
-_BLOCK_ROWS = 64  # rows of a program's step, which compares each row with each other
+_FEW_ROWS = 256  # rows that one program sorts by comparing all with all, some at once
 
 
 class Sort(NamedTuple):
@@ -57,25 +55,27 @@ def _launch(launcher: Launcher, operands: Sort, num_experts: int) -> Sorted:
     per_expert = jax.ShapeDtypeStruct((num_experts,), jnp.int32)
     per_row = jax.ShapeDtypeStruct((num_rows,), jnp.int32)
     if num_rows <= _FEW_ROWS:
+        step = tiles_of("sort_few_kernel", launcher.target)["step"]
         sorted_at_once = Launch(
             operands={"experts": experts, "num_rows": num_rows},
             outputs={"group_sizes": per_expert, "gather_indices": per_row},
             constants={
                 "NUM_EXPERTS": num_experts,
-                "BLOCK_ROWS": max(_STEP_ROWS, power_of_2(num_rows)),
+                "BLOCK_ROWS": max(step, power_of_2(num_rows)),
                 "BLOCK_EXPERTS": power_of_2(num_experts),
-                "STEP": _STEP_ROWS,
+                "STEP": step,
             },
             grid=(1,),
             bytes_accessed=8 * num_rows + 4 * num_experts,
         )
         return Sorted(**launcher.run(sort_few_kernel, sorted_at_once))
-    steps = math.ceil(num_rows / (_MAX_PROGRAMS * _BLOCK_ROWS))
-    programs = math.ceil(num_rows / (steps * _BLOCK_ROWS))
+    tiles = tiles_of("place_rows_kernel", launcher.target)
+    steps = math.ceil(num_rows / (tiles["programs"] * tiles["rows"]))
+    programs = math.ceil(num_rows / (steps * tiles["rows"]))
     blocks = {
         "NUM_EXPERTS": num_experts,
         "STEPS": steps,
-        "BLOCK_ROWS": _BLOCK_ROWS,
+        "BLOCK_ROWS": tiles["rows"],
         "BLOCK_EXPERTS": power_of_2(num_experts),
     }
     per_program = jax.ShapeDtypeStruct((programs, num_experts), jnp.int32)
@@ -87,12 +87,17 @@ def _launch(launcher: Launcher, operands: Sort, num_experts: int) -> Sorted:
         bytes_accessed=4 * (num_rows + per_program.size),
     )
     counts = launcher.run(count_experts_kernel, counted)["counts"]
+    tiles = tiles_of("sum_counts_kernel", launcher.target)
     summed = Launch(
         operands={"counts": counts, "num_programs": programs},
         outputs={"rows_before": per_program, "group_sizes": per_expert},
-        constants={"NUM_EXPERTS": num_experts, "BLOCK_PROGRAMS": power_of_2(programs), "BLOCK_EXPERTS": 16},
-        grid=(math.ceil(num_experts / 16),),
-        num_warps=8,
+        constants={
+            "NUM_EXPERTS": num_experts,
+            "BLOCK_PROGRAMS": power_of_2(programs),
+            "BLOCK_EXPERTS": tiles["experts"],
+        },
+        grid=(math.ceil(num_experts / tiles["experts"]),),
+        num_warps=tiles["warps"],
         bytes_accessed=8 * per_program.size,
     )
     sums = launcher.run(sum_counts_kernel, summed)

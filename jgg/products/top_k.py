@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import MAX_EXPERTS, Launch
+from jgg.launching.tuned_configs import tiles_of
 from jgg.primitives.operation import Operation, array_type
 
 
@@ -33,7 +34,7 @@ def _launch(launcher: Launcher, operands: TopK, topk: int) -> jax.Array:
 
     num_rows, columns = scores.shape
     block_columns = power_of_2(columns)
-    block_rows = max(1, 2048 // block_columns)
+    block_rows = max(1, tiles_of("top_k_kernel", launcher.target)["elements"] // block_columns)
     launch = Launch(
         operands={"scores": scores, "num_rows": num_rows},
         outputs={"indices": jax.ShapeDtypeStruct((num_rows, topk), jnp.int32)},

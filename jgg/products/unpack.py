@@ -13,10 +13,8 @@ from jgg.core import mxfp4
 from jgg.core.quantized import QuantizedArray, block_of, scaled
 from jgg.launching.choice import Launcher
 from jgg.launching.launch import Launch
+from jgg.launching.tuned_configs import tiles_of
 from jgg.primitives.operation import Operation, array_type
-
-_BLOCK = 16, 256  # rows and columns of bytes that a program unpacks
-_BLOCK_ALONG_COLUMNS = 32, 128  # the same where two columns share a byte
 
 
 class Unpack(NamedTuple):
@@ -40,7 +38,8 @@ def _launch(launcher: Launcher, operands: Unpack, dtype: np.dtype) -> jax.Array:
     values, scales = operands
     *leading, rows, columns = values.shape
     packs_rows = mxfp4.packed_axis(values.shape, scales.shape) == -2
-    block_rows, block_columns = _BLOCK if packs_rows else _BLOCK_ALONG_COLUMNS
+    tiles, end = tiles_of("unpack_kernel", launcher.target), "" if packs_rows else "_of_pairs"  # of columns in a byte
+    block_rows, block_columns = tiles[f"rows{end}"], tiles[f"columns{end}"]
     output = _result_types(operands, dtype)
     launch = Launch(
         operands={"values": values, "scales": scales},

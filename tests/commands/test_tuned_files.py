@@ -13,6 +13,8 @@ from jgg.launching import tuned_configs, tuned_files
 from jgg.launching.choice import Launcher
 from jgg.launching.heuristic import heuristic_config, hopper_config
 from jgg.launching.kernel_configs import CONFIG_TYPES, KERNELS
+from jgg.launching.tiles import OF_GPU, TILES, check_tiles
+from jgg.products.add_gated import ADD_GATED, AddGated
 from jgg.products.forward import FORWARD, Forward
 from jgg.tuning.workloads import gemm
 from tests.support.tuned_entries import HOPPER, PROBLEM, SIZES, UNUSUAL, chosen, entry
@@ -254,3 +256,53 @@ def test_a_cache_folder_is_used_where_no_file_is_named(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     tuned_files.merge(tuned_files.user_file(), entry())
     assert chosen() == UNUSUAL
+
+
+def launch_of_add_gated():
+    launches = []
+
+    def call(kernel, launch):
+        launches.append(launch)
+        return {key: jnp.zeros(out.shape, out.dtype) for key, out in launch.outputs.items()}
+
+    y = jnp.ones((2, 4096))
+    ADD_GATED.launch(Launcher(call, HOPPER), AddGated(y, y))
+    return launches[0]
+
+
+def test_a_file_may_replace_tiles_and_keeps_them(own_file):
+    assert launch_of_add_gated().constants["BLOCK_COLUMNS"] == 1024
+    tuned_files.merge(own_file, entry())
+    tiles = {"90": {"add_gated_kernel": {"columns": 2048}}, "80": {"add_gated_kernel": {"columns": 512}}}
+    own_file.write_text(json.dumps(json.loads(own_file.read_text()) | {"tiles": tiles}))
+    assert launch_of_add_gated().constants["BLOCK_COLUMNS"] == 2048
+    assert launch_of_add_gated().num_warps == 8
+    tuned_files.merge(own_file, dataclasses.replace(entry(), milliseconds=0.001))
+    assert tuned_files.read(own_file).tiles == tiles
+
+
+@pytest.mark.parametrize(
+    ("tiles", "message"),
+    [
+        ({"add_kernel": {"columns": 512}}, "tiles must be of one of .*, got 'add_kernel'"),
+        ({"add_gated_kernel": {"rows": 512}}, "must be among .*, got 'rows'"),
+        ({"add_gated_kernel": {"columns": 768}}, "columns must be a power of two from 512 to 8192, got 768"),
+        ({"add_gated_kernel": {"columns": 64}}, "from 512 to 8192, got 64"),
+        ({"add_gated_kernel": {"columns": "1024"}}, "columns must be an int"),
+        ({"attend_latents_kernel": {"stages": 9}}, "stages must be an int from 1 to 8, got 9"),
+        ({"attend_one_kernel": {"warps_of_wide": 64}}, "a power of two from 1 to 32, got 64"),
+        ([], "no file of tuned configurations"),
+    ],
+)
+def test_wrong_tiles_are_refused(own_file, tiles, message):
+    own_file.parent.mkdir(exist_ok=True)
+    own_file.write_text(json.dumps({"format": 1, "entries": [], "tiles": {"90": tiles}}))
+    with pytest.raises(ValueError, match=message):
+        tuned_files.parse(own_file)
+
+
+def test_tiles_may_be_as_the_table_says():
+    for tiles in (TILES, *OF_GPU.values()):
+        for kernel, of_kernel in tiles.items():
+            assert of_kernel.keys() <= TILES[kernel].keys()
+            check_tiles(kernel, of_kernel)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jgg.core.gpu_target import Target
-from jgg.extend import How, Launch, Launcher, Operation, array_type, matrices, power_of_2, vmap
+from jgg.extend import How, Launch, Launcher, Operation, array_type, matrices, power_of_2, tiles_of, vmap
 from jgg.models.operations.attend_plain import Mask, attend_by_mask
 
 PART = 512  # keys whose softmax is one; longer sequences add up several
@@ -93,14 +93,14 @@ class _Tiles(NamedTuple):
 
 def _tiles(target: Target, block: int, dtype: jnp.dtype, block_keys: int, by_tma: bool) -> _Tiles:
     """Tiles for heads of `block` features, by what was measured on Hopper; larger ones spill more registers."""
-    is_hopper = target.compute_capability == 90
-    share = by_tma and is_hopper and block <= 128  # two programs of 4 warps are faster than one of 8
-    queries = 32 if dtype == jnp.float32 or block > (256 if is_hopper else 128) else 64
-    queries = 16 if block > 256 and not is_hopper else queries
+    tiles = tiles_of("attend_kernel", target)
+    programs = tiles["programs_by_tma"] if by_tma and block <= 128 else 1  # two of 4 warps may be faster than one of 8
+    is_wide = dtype == jnp.float32 or block > tiles["wide"]
+    queries = tiles["queries_of_widest" if block > 256 else "queries_of_wide" if is_wide else "queries"]
     row_bytes = block * dtype.itemsize
-    room = target.shared_memory // (2 if share else 1) - queries * row_bytes
-    num_stages = max(1, min(3, room * 7 // 8 // (2 * block_keys * row_bytes)))
-    return _Tiles(queries, 4 if share else 8, num_stages)
+    room = target.shared_memory // programs - queries * row_bytes
+    num_stages = max(1, min(tiles["stages"], room * 7 // 8 // (2 * block_keys * row_bytes)))
+    return _Tiles(queries, max(1, tiles["warps"] // programs), num_stages)
 
 
 def _launch(launcher: Launcher, operands: Attend, scale: float, window: int | None) -> AttendedTokens:

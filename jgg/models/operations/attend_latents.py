@@ -6,13 +6,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2
+from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2, tiles_of
 from jgg.models.operations.attend import block_features, precision_of
 from jgg.models.operations.attend_plain import Mask, attend_by_mask
 
 _PART = 256  # latents of a program
-_UNROLL = 8  # parts that are loaded side by side
-_BLOCK_KEYS, _MOST_HEADS = 32, 32  # of a step, and of a tile: more spill registers
 _LARGEST = 1024  # bytes of the latents that a kernel sums: more spill registers
 
 
@@ -49,11 +47,12 @@ def _launch(launcher: Launcher, operands: AttendLatents, scale: float, rank: int
 
     (batch, heads, features), capacity, dtype = operands.q.shape, operands.latents.shape[2], operands.q.dtype
     block_rank, block_rest = block_features(rank), block_features(features - rank)
+    tiles = tiles_of("attend_latents_kernel", launcher.target)
     row_bytes = (block_rank + block_rest) * dtype.itemsize
-    room = launcher.target.shared_memory // row_bytes - 2 * _BLOCK_KEYS  # a tile's heads, next to two steps of keys
+    room = launcher.target.shared_memory // row_bytes - 2 * tiles["keys"]  # a tile's heads, next to two steps of keys
     if block_rank * dtype.itemsize > _LARGEST or room < 16 or scale <= 0:
         return _plain(operands, scale, rank)
-    block_heads = max(16, min(_MOST_HEADS, power_of_2(heads), power_of_2(room + 1) // 2))
+    block_heads = max(16, min(tiles["heads"], power_of_2(heads), power_of_2(room + 1) // 2))
     parts = math.ceil(capacity / _PART)
     of_parts = jax.ShapeDtypeStruct((parts, batch, heads), jnp.float32)
     launch = Launch(
@@ -71,13 +70,13 @@ def _launch(launcher: Launcher, operands: AttendLatents, scale: float, rank: int
             "PRECISION": precision_of(dtype),
             "PART": _PART,
             "BLOCK_HEADS": block_heads,
-            "BLOCK_KEYS": _BLOCK_KEYS,
+            "BLOCK_KEYS": tiles["keys"],
             "BLOCK_RANK": block_rank,
             "BLOCK_REST": block_rest,
         },
         grid=(math.ceil(heads / block_heads), batch, parts),
-        num_warps=8,
-        num_stages=2,
+        num_warps=tiles["warps"],
+        num_stages=tiles["stages"],
         bytes_accessed=batch * capacity * features * dtype.itemsize,
     )
     of_part = launcher.run(attend_latents_kernel, launch)
@@ -97,7 +96,7 @@ def _launch(launcher: Launcher, operands: AttendLatents, scale: float, rank: int
             "WINDOW": 0,
             "CHUNK": 0,
             "PART": _PART,
-            "UNROLL": _UNROLL,
+            "UNROLL": tiles_of("add_parts_kernel", launcher.target)["unroll"],
             "BLOCK_FEATURES": block_rank,
         },
         grid=(batch, heads),

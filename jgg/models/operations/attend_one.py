@@ -9,13 +9,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2
+from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2, tiles_of
 from jgg.models.operations import attend
 from jgg.models.operations.attend import block_features, keys_of_step, precision_of, takes_heads_of
 from jgg.models.operations.attend_plain import Mask, attend_by_mask
-
-_UNROLL = 8  # parts that are loaded side by side
-_MOST_STAGES = 3
 
 
 class AttendOne(NamedTuple):
@@ -80,6 +77,7 @@ def _launch(
 
     batch, heads, features = operands.q.shape
     capacity, kv_heads = operands.k_cache.shape[2:4]
+    tiles = tiles_of("attend_one_kernel", launcher.target)
     row_bytes = block_features(features) * operands.k.dtype.itemsize
     block_keys, block_group = keys_of_step(features, operands.k.dtype), max(16, power_of_2(heads // kv_heads))
     room, bytes_of_step = launcher.target.shared_memory - block_group * row_bytes, 2 * block_keys * row_bytes
@@ -115,8 +113,8 @@ def _launch(
             "BLOCK_KEYS": block_keys,
         },
         grid=(batch, kv_heads, parts),
-        num_warps=8 if operands.q.dtype == jnp.float32 or row_bytes > 512 else 4,
-        num_stages=max(1, min(_MOST_STAGES, room * 7 // 8 // bytes_of_step)),
+        num_warps=tiles["warps_of_wide" if operands.q.dtype == jnp.float32 or row_bytes > 512 else "warps"],
+        num_stages=max(1, min(tiles["stages"], room * 7 // 8 // bytes_of_step)),
         bytes_accessed=2 * operands.k.size * capacity * operands.k.dtype.itemsize,
     )
     results = launcher.run(attend_one_kernel, of_part)
@@ -140,7 +138,7 @@ def _sum_of_parts(
             **{name: getattr(operands, name) for name in names},
         },
         outputs={"attended": jax.ShapeDtypeStruct(operands.q.shape, operands.q.dtype)},
-        constants=sizes | {"HEADS": heads, "UNROLL": _UNROLL},
+        constants=sizes | {"HEADS": heads, "UNROLL": tiles_of("add_parts_kernel", launcher.target)["unroll"]},
         grid=(batch, heads),
         bytes_accessed=4 * parts["attended"].size,
     )

@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
-from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2
+from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2, tiles_of
 from jgg.models.operations.attend import precision_of
 from jgg.models.operations.delta_rule_plain import CHUNK, delta_rule
 
 _LARGEST_HEAD = 128  # features of a head that kernels take
 _FACTORS = 4  # of each token; `kernels.delta_rule` names them
 _LEVELS = CHUNK.bit_length() - 1
-_BYTES_OF_THREE_STAGES = 200_000  # of shared memory
 _REGISTERS = 168  # of a thread that computes a chunk's matrices
 
 
@@ -132,7 +131,7 @@ def chunk_matrices(
             "BY_COLUMN": by_column,
         },
         grid=(sizes.heads, sizes.chunks, sizes.batch),
-        num_warps=4,
+        num_warps=tiles_of("chunk_matrices_kernel", launcher.target)["warps"],
         max_registers=_REGISTERS,
         flops=4 * matrices.size * (sizes.features + CHUNK * _LEVELS),
         bytes_accessed=2 * (operands.q.size + matrices.size) * dtype.itemsize,
@@ -142,8 +141,8 @@ def chunk_matrices(
 
 def over_chunks(launcher: Launcher, sizes: Sizes, dtype: DTypeLike) -> dict[str, Any]:
     """The fields of a Launch whose programs take a head's chunks one after the other, for some columns of its state."""
-    has_room = launcher.target.shared_memory > _BYTES_OF_THREE_STAGES
-    columns = min(64, max(16, power_of_2(sizes.value_features)))
+    tiles = tiles_of("delta_rule_kernel", launcher.target)
+    columns = min(tiles["columns"], max(16, power_of_2(sizes.value_features)))
     return {
         "constants": sizes.constants
         | {
@@ -153,8 +152,8 @@ def over_chunks(launcher: Launcher, sizes: Sizes, dtype: DTypeLike) -> dict[str,
             "BLOCK_COLUMNS": columns,
         },
         "grid": (math.ceil(sizes.value_features / columns), sizes.heads, sizes.batch),
-        "num_warps": 4 if has_room else 8,
-        "num_stages": 3 if has_room else 2,
+        "num_warps": tiles["warps"],
+        "num_stages": tiles["stages"],
     }
 
 

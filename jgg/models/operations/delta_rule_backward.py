@@ -5,7 +5,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2
+from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2, tiles_of
 from jgg.models.operations.attend import precision_of
 from jgg.models.operations.delta_rule import Sizes, chunk_matrices, kernels_take, over_chunks
 from jgg.models.operations.delta_rule_plain import CHUNK, delta_rule
@@ -104,6 +104,7 @@ def _of_operands(
 ) -> dict[str, jax.Array]:
     from jgg.kernels.delta_rule_backward import delta_rule_gradients_kernel
 
+    tiles = tiles_of("delta_rule_gradients_kernel", launcher.target)
     sizes, dtype = Sizes.of(operands), operands.q.dtype
     names = "q", "k", "log_decay", "beta", "resets", "states", "corrections", "dy"
     launch = Launch(
@@ -116,11 +117,11 @@ def _of_operands(
             "EPSILON": epsilon,
             "PRECISION": precision_of(dtype),
             "CHUNK": CHUNK,
-            "BLOCK_COLUMNS": min(64, max(16, power_of_2(sizes.value_features))),
+            "BLOCK_COLUMNS": min(tiles["columns"], max(16, power_of_2(sizes.value_features))),
         },
         grid=(sizes.chunks, sizes.key_heads, sizes.batch),
-        num_warps=8,
-        num_stages=1,
+        num_warps=tiles["warps"],
+        num_stages=tiles["stages"],
         flops=2 * operands.v.size * (4 * sizes.features + 8 * CHUNK),
         bytes_accessed=(4 * operands.q.size + 4 * operands.v.size + 2 * operands.states.size) * dtype.itemsize,
     )

@@ -5,10 +5,8 @@ from typing import NamedTuple
 
 import jax
 
-from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2
+from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2, tiles_of
 from jgg.models.operations.delta_rule_plain import delta_rule
-
-_BLOCK = 4096  # elements of a state that a program updates
 
 
 class DeltaRuleOne(NamedTuple):
@@ -54,7 +52,8 @@ def _launch(launcher: Launcher, operands: DeltaRuleOne, scale: float, epsilon: f
 
     (batch, key_heads, features), (heads, value_features) = operands.k.shape, operands.v.shape[1:]
     block_features = power_of_2(features)
-    columns = min(power_of_2(value_features), max(1, _BLOCK // block_features))
+    elements = tiles_of("delta_rule_one_kernel", launcher.target)["elements"]
+    columns = min(power_of_2(value_features), max(1, elements // block_features))
     launch = Launch(
         operands=operands._asdict(),
         outputs={"states": operands.states, "y": _types(operands, scale, epsilon).y},

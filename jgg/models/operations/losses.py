@@ -6,10 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from jgg.core.manual_axes import alike
-from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2
-
-_LARGEST_BLOCK = 2**14  # columns that a program reads at once: with fewer, few rows would take longer
-_COLUMNS_OF_WARP = 512
+from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2, tiles_of
 
 
 class Scored(NamedTuple):
@@ -83,13 +80,14 @@ def _launch(launcher: Launcher, operands: Scored, scale: float, softcap: float |
     from jgg.kernels.losses import losses_kernel
 
     num_rows, columns = operands.logits.shape
-    block = min(_LARGEST_BLOCK, power_of_2(columns))
+    tiles = tiles_of("losses_kernel", launcher.target)
+    block = min(tiles["columns"], power_of_2(columns))
     launch = Launch(
         operands=operands._asdict(),
         outputs=_types(operands)._asdict(),
         constants={"COLUMNS": columns, "SCALE": scale, "SOFTCAP": softcap, "BLOCK_COLUMNS": block},
         grid=(num_rows,),
-        num_warps=max(1, block // _COLUMNS_OF_WARP),
+        num_warps=max(1, block // tiles["columns_of_warp"]),
         flops=5 * operands.logits.size,
         bytes_accessed=4 * operands.logits.size,
     )

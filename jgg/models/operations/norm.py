@@ -7,12 +7,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jgg.extend import WHOLE, Launch, Launcher, Letters, Operation, array_type, power_of_2
+from jgg.extend import WHOLE, Launch, Launcher, Letters, Operation, array_type, power_of_2, tiles_of
 
 _LONGEST = 2**14  # columns that a program holds; with more it would spill registers
 _LONGEST_BACKWARD = 2**13
-_PROGRAMS = 512  # of the backward pass with many rows, about four for each multiprocessor
-_MOST_ROWS = 16  # of one of them
 _EACH = "t" + WHOLE
 
 
@@ -91,7 +89,7 @@ def _launch(launcher: Launcher, operands: Norm, epsilon: float, added_scale: flo
     x, num_columns = operands.x, operands.x.shape[1]
     if num_columns > _LONGEST:
         return _plain(operands, epsilon, added_scale)
-    block = power_of_2(num_columns)
+    block, tiles = power_of_2(num_columns), tiles_of("norm_kernel", launcher.target)
     results = {name: result for name, result in _types(operands)._asdict().items() if result is not None}
     launch = Launch(
         operands={**operands._asdict(), **dict.fromkeys({"total"} - results.keys())},
@@ -103,7 +101,7 @@ def _launch(launcher: Launcher, operands: Norm, epsilon: float, added_scale: flo
             "BLOCK_COLUMNS": block,
         },
         grid=(x.shape[0],),
-        num_warps=max(1, block // 512, min(8, block // 256)),
+        num_warps=max(1, block // tiles["columns_of_warp"], min(8, block // tiles["columns_of_few_warps"])),
         flops=5 * x.size,
         bytes_accessed=2 * len(results) * x.size * x.dtype.itemsize,
     )
@@ -138,7 +136,8 @@ def _launch_backward(launcher: Launcher, operands: NormBackward, epsilon: float)
     num_rows, num_columns = operands.x.shape
     if num_columns > _LONGEST_BACKWARD:
         return _backward_plainly(operands, epsilon)
-    block, rows = power_of_2(num_columns), max(1, min(_MOST_ROWS, num_rows // _PROGRAMS))
+    block, tiles = power_of_2(num_columns), tiles_of("norm_backward_kernel", launcher.target)
+    rows = max(1, min(tiles["rows"], num_rows // tiles["programs"]))
     programs = math.ceil(num_rows / rows)
     types = _backward_types(operands)
     arrays = [array for array in operands if array is not None and array.ndim == 2]
@@ -147,7 +146,7 @@ def _launch_backward(launcher: Launcher, operands: NormBackward, epsilon: float)
         outputs={"dx": types.dx, "d_scale": jax.ShapeDtypeStruct((programs, num_columns), jnp.float32)},
         constants={"COLUMNS": num_columns, "EPSILON": epsilon, "ROWS": rows, "BLOCK_COLUMNS": block},
         grid=(programs,),
-        num_warps=min(32, max(1, block // 256)),
+        num_warps=min(32, max(1, block // tiles["columns_of_warp"])),
         flops=12 * operands.x.size,
         bytes_accessed=(1 + len(arrays)) * types.dx.size * types.dx.dtype.itemsize,
     )

@@ -7,11 +7,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jgg.core.gpu_target import Target
 from jgg.core.problem import MAX_ROWS
-from jgg.extend import How, Launch, Launcher, Operation, array_type, power_of_2, vmap
+from jgg.extend import How, Launch, Launcher, Operation, array_type, power_of_2, tiles_of, vmap
 from jgg.models.operations.norm import rms_norm
 
-_BLOCK = 1024  # pairs of a program: a thread has eight of each array
+_MOST_PAIRS = 1024  # of a head that kernels take
 
 
 class Rotary(NamedTuple):
@@ -91,7 +92,7 @@ def _plain(operands: Rotary, head_features: int, epsilon: float) -> Rotated:
 
 
 def _constants(
-    q: jax.Array, k: jax.Array, cos: jax.Array, head_features: int, epsilon: float
+    target: Target, q: jax.Array, k: jax.Array, cos: jax.Array, head_features: int, epsilon: float
 ) -> dict[str, int | float]:
     pairs = cos.shape[1]
     block_pairs = power_of_2(pairs)
@@ -101,7 +102,7 @@ def _constants(
         "D": head_features,
         "PAIRS": pairs,
         "EPSILON": epsilon,
-        "BLOCK_ROWS": max(1, _BLOCK // block_pairs),
+        "BLOCK_ROWS": max(1, tiles_of("rotary_kernel", target)["pairs"] // block_pairs),
         "BLOCK_PAIRS": block_pairs,
         "BLOCK_REST": power_of_2(max(1, head_features - 2 * pairs)),
     }
@@ -116,14 +117,15 @@ def _blocks(num_tokens: int, constants: Mapping[str, int | float]) -> tuple[int,
 
 def _fits(num_tokens: int, constants: Mapping[str, int | float]) -> bool:
     is_small = num_tokens * max(constants["HEADS_Q"], constants["HEADS_K"]) <= MAX_ROWS
-    return is_small and constants["BLOCK_ROWS"] * constants["BLOCK_REST"] <= 4 * _BLOCK and constants["PAIRS"] <= _BLOCK
+    fits_rest = constants["BLOCK_ROWS"] * constants["BLOCK_REST"] <= 4 * _MOST_PAIRS
+    return is_small and fits_rest and constants["PAIRS"] <= _MOST_PAIRS
 
 
 def _launch(launcher: Launcher, operands: Rotary, head_features: int, epsilon: float) -> Rotated:
     from jgg.kernels.rotary import rotary_kernel
 
     q, k, cos = operands.q, operands.k, operands.cos
-    constants = _constants(q, k, cos, head_features, epsilon)
+    constants = _constants(launcher.target, q, k, cos, head_features, epsilon)
     if not _fits(q.shape[0], constants):
         return _plain(operands, head_features, epsilon)
     types = _types(operands)
@@ -194,7 +196,7 @@ def _launch_backward(
 
     types, cos = _backward_types(operands), operands.cos
     (num_tokens, _), num_positions = types.dq.shape, cos.shape[0]
-    constants = _constants(operands.dq, operands.dk, cos, head_features, epsilon)
+    constants = _constants(launcher.target, operands.dq, operands.dk, cos, head_features, epsilon)
     if not _fits(num_tokens, constants):
         return _backward_plainly(operands, head_features, epsilon)
     given = operands._asdict()

@@ -8,10 +8,12 @@ import jax
 import jax.numpy as jnp
 
 from jgg.core.activations import Activation
+from jgg.core.gpu_target import Target
 from jgg.core.quantized import BLOCK, Format, QuantizedArray, quantized_types
 from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
+from jgg.launching.tuned_configs import tiles_of
 from jgg.primitives.operation import array_type
 from jgg.products.quantize import ROW_BLOCK, can_quantize, quantizing_constants
 
@@ -112,7 +114,7 @@ def activate(launcher: Launcher, operands: Activate, hidden: Hidden) -> Activate
     pre = operands.pre_activation
     outputs = activated_types(pre, hidden)
     num_rows, columns = outputs.hidden.shape
-    constants, stored = _constants(columns, hidden), named(**outputs._asdict())
+    constants, stored = _constants(launcher.target, columns, hidden), named(**outputs._asdict())
     is_quantized = hidden.stored_as is not None
     absent = dict.fromkeys({"kept_values", "kept_scales"} - stored.keys()) if is_quantized else {}
     launch = Launch(
@@ -139,7 +141,7 @@ def differentiate(
     pre, z, in_group = operands.pre_activation, operands.z, operands.in_group
     assert in_group is not None  # with an unquantized pre-activation
     num_rows, columns = z.shape
-    constants = _constants(columns, hidden)
+    constants = _constants(launcher.target, columns, hidden)
     launch = Launch(
         operands={
             "pre": pre,
@@ -174,7 +176,7 @@ def differentiate_and_quantize(
 
     kept, z = operands.pre_activation, operands.z
     num_rows, columns = z.shape
-    constants = _constants(columns, hidden)
+    constants = _constants(launcher.target, columns, hidden)
     # otherwise a block to quantize holds both gate and up, which the kernel does not have side by side
     quantizes = not hidden.activation.is_gated or not (hidden.interleaved or columns % BLOCK)
     d_pre, d = outputs.d_pre_activation, named(d=outputs.quantized)
@@ -230,15 +232,16 @@ def activation_constants(activation: Activation) -> dict[str, bool | str | float
     return {"GATED": activation.is_gated, "CURVE": curve, "LIMIT": limit, "ALPHA": alpha}
 
 
-def _constants(columns: int, hidden: Hidden) -> dict[str, Any]:
+def _constants(target: Target, columns: int, hidden: Hidden) -> dict[str, Any]:
     """The constants that all of these kernels are compiled for; with a Format also the constants of quantization."""
     stored_as = hidden.stored_as
-    block_columns = min(512, power_of_2(columns, least=16 if stored_as is None else BLOCK))
+    tiles = tiles_of("activate_kernel", target)
+    block_columns = min(tiles["columns"], power_of_2(columns, least=16 if stored_as is None else BLOCK))
     return {
         "COLUMNS": columns,
         "INTERLEAVED": hidden.interleaved,
         **activation_constants(hidden.activation),
         **({} if stored_as is None else quantizing_constants(stored_as)),
-        "BLOCK_ROWS": 1024 // block_columns,
+        "BLOCK_ROWS": max(1, tiles["elements"] // block_columns),
         "BLOCK_COLUMNS": block_columns,
     }
