@@ -99,7 +99,7 @@ def plan_moves(group_sizes: jax.Array, gather_indices: jax.Array, counts: jax.Ar
     )
     rows = jnp.sum(counts, axis=2, dtype=jnp.int32)
     firsts = jnp.cumsum(rows, axis=1, dtype=jnp.int32) - rows  # [from, to], where the sender has them
-    # between machines a run is a message of NCCL
+    # between machines a run is a message of NCCL; within one a block of 128 threads copies it, so long runs are slow
     parts = max(1, _RUNS // num_devices) if jax.process_count() == 1 else 1
     cut = jax.vmap(functools.partial(_cut, parts))
     sent = cut(counts[here], fitting[here], arrivals[here])
@@ -166,11 +166,7 @@ class Way(NamedTuple):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def move(way: Way, rows: jax.Array, there: Moves, back: Moves) -> jax.Array:
-    """Moves rows [M, H] as `there` says; rows that nobody sends are unspecified. The derivative moves them back.
-
-    XLA has no ragged all-to-all for CPUs; there an all-gather of all rows does the same. Within a machine XLA copies
-    each run with one block of 128 threads, so a few long runs would be slow (`_RUNS`).
-    """
+    """Moves rows [M, H] as `there` says; rows that nobody sends are unspecified. The derivative moves them back."""
     out = BUFFER(way.how, Buffer(there.recv_sizes), shape=(way.num_rows_there, rows.shape[1]), dtype=rows.dtype)
     axes = varying_axes(rows, *there)
     return _ragged_all_to_all(way.axis, *[vary_over(axes, array) for array in (rows, out, *there)])
@@ -189,7 +185,7 @@ def _ragged_all_to_all(axis_name: str, *arrays: jax.Array) -> jax.Array:
     def moved(*arrays: jax.Array) -> jax.Array:
         return jax.lax.platform_dependent(
             *arrays,
-            cpu=functools.partial(_ragged_all_to_all_by_gather, axis_name=axis_name),
+            cpu=functools.partial(_ragged_all_to_all_by_gather, axis_name=axis_name),  # XLA has none for CPUs
             default=functools.partial(jax.lax.ragged_all_to_all, axis_name=axis_name),
         )
 

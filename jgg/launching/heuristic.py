@@ -70,20 +70,17 @@ def _hopper_configs(kind: type[KernelConfig], problem: GroupedGemmProblem) -> li
 def _choose_hopper(kind: type[KernelConfig], problem: GroupedGemmProblem) -> KernelConfig | None:
     """The hopper kernel's configuration, or None if groups have too few rows or operands too few features for it.
 
-    - Forward and dX gather rows while loading them if a tile takes many steps and there are few columns of tiles; dW
-      does if rows of the other operand are short. Otherwise it is faster to copy the rows into expert order first.
-    - Where forward and dX gather, the band is narrow: the next column of tiles gathers the same rows soon after.
-    - dW takes steps of 32 rows, so that more steps are loaded ahead and less of a group's last step is empty, unless it
-      gathers, or groups are so small that stores take the time.
-    - FP8 products run in this kernel at all sizes, with a wide band, and gather if there are few columns of tiles.
+    FP8 products run in this kernel at all sizes.
     """
     rows, columns, _ = kind.sizes(problem)
     fills_tiles = _has_rows_for_hopper(problem) and columns > 128 and (kind is not KernelConfigDW or rows > 128)
     if not (problem.is_quantized or fills_tiles):
         return None
     gathers = _gathers_in_hopper(kind, problem)
+    # narrow where rows are gathered: the next column of tiles gathers the same rows soon after
     band = 2 if gathers and not problem.is_quantized and kind is not KernelConfigDW else 8
     config, *_ = _hopper_configs(kind, problem)
+    # short steps: more are loaded ahead, and less of a group's last is empty; in smaller groups stores take the time
     has_rows = problem.rows_of_groups >= _ROWS_FOR_SHORT_STEPS * problem.num_experts
     if kind is KernelConfigDW and has_rows and not gathers:
         config = hopper_config(kind, problem.w_layout, step=_SHORT_STEP)
@@ -106,11 +103,13 @@ def _has_rows_for_hopper(problem: GroupedGemmProblem) -> bool:
 
 
 def _gathers_in_hopper(kind: type[KernelConfig], problem: GroupedGemmProblem) -> bool:
+    """Whether rows are gathered as they are loaded; otherwise it is faster to copy them into expert order first."""
     if kind is KernelConfigDW:  # compared with the product, a copy takes long if rows have few features
         other = problem.out_features if problem.permute_x else problem.in_features
         return (problem.permute_x or problem.permute_y) and other <= 2048
     _, columns, reduced = kind.sizes(problem)
     is_permuted = problem.permute_x if kind is KernelConfigForward else problem.permute_y
+    # in a tile of many steps, and for few columns of tiles
     return is_permuted and (problem.is_quantized or reduced >= 1024) and _is_narrow(columns)
 
 

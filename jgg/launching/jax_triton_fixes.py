@@ -155,14 +155,14 @@ def _without_stages(kernel: Kernel) -> Kernel:
 def check_fits(kernel: str, needed: int, compute_capability: int) -> None:
     """Raises ValueError for a kernel that needs more shared memory than the GPU has, so that its launch would fail.
 
-    Only a configuration that a user gives can lead to such a kernel.
+    Only a configuration or tiles that a user gives can lead to such a kernel.
     """
     available = Target(compute_capability, num_sms=0).shared_memory
     if needed > available:
         raise ValueError(
-            f"kernel_config_fwd, kernel_config_bwd_dx and kernel_config_bwd_dw must leave each kernel within the "
-            f"{available} bytes of shared memory of sm_{compute_capability}, got {needed} bytes for {kernel}: "
-            f"ask for smaller blocks or fewer stages."
+            f"kernel_config_fwd, kernel_config_bwd_dx, kernel_config_bwd_dw and a tuned file must leave each kernel "
+            f"within the {available} bytes of shared memory of sm_{compute_capability}, got {needed} bytes for "
+            f"{kernel}: ask for smaller blocks or fewer stages."
         )
 
 

@@ -132,10 +132,7 @@ def activate(launcher: Launcher, operands: Activate, hidden: Hidden) -> Activate
 def differentiate(
     launcher: Launcher, operands: ActivateBackward, hidden: Hidden, scale_hidden: bool
 ) -> ActivationGradients:
-    """The results of the backward pass.
-
-    They are arrays of their own: written over the pre-activation and z, they would cost a copy of what a scan keeps.
-    """
+    """The results of the backward pass."""
     from jgg.kernels.activation import activate_backward_kernel
 
     pre, z, in_group = operands.pre_activation, operands.z, operands.in_group
@@ -150,7 +147,7 @@ def differentiate(
             "in_group": in_group.astype(jnp.int8),
             "num_rows": num_rows,
         },
-        outputs={
+        outputs={  # written over the pre-activation and z, they would cost a copy of what a scan keeps
             "d_pre": jax.ShapeDtypeStruct(pre.shape, pre.dtype),
             "hidden": jax.ShapeDtypeStruct(z.shape, z.dtype),
             "row_sums": jax.ShapeDtypeStruct((num_rows,), jnp.float32),

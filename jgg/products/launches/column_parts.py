@@ -20,19 +20,14 @@ def ranges(num_columns: int, width: int) -> list[range]:
 
 
 def after[Operands, Result](operands: Operands, result: Result) -> tuple[Operands, Result]:
-    """The operands of a part and the result so far, which is None before the first part.
-
-    The barrier keeps XLA from beginning all parts before it ends the first.
-    """
+    """The operands of a part and the result so far, which is None before the first part."""
+    # without the barrier XLA would begin all parts before it ends the first
     return (operands, result) if result is None else jax.lax.optimization_barrier((operands, result))
 
 
 def summed_width(target: Target, problem: GroupedGemmProblem, num_columns: int) -> int:
-    """The number of columns of a part of a product [M, num_columns] whose rows are added up by token.
-
-    A part needs no more memory than w (the gradient of w needs that much anyway), unless a part with so few columns
-    would be too small.
-    """
+    """The number of columns of a part of a product [M, num_columns] whose rows are added up by token."""
+    # in the memory of w, as the gradient of w needs that much anyway
     fitting = max(1, math.prod(problem.w_shape) // problem.num_rows)
     least = max(_MIN_WIDTH, _MIN_TILES * target.num_sms * 128 * STEP // problem.rows_of_groups)
     most = min(math.ceil(num_columns / fitting), max(1, num_columns // least))

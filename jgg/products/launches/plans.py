@@ -113,34 +113,32 @@ def _config_for_reading(
 ) -> KernelConfigForward | None:
     """A configuration whose kernel dequantizes weights as it reads them; None to dequantize them first.
 
-    The kernel dequantizes w where groups have few rows, since the product then takes the time of reading w. With more
-    rows it would dequantize w again for each row tile. Where it does, it takes steps of at most as many features as
-    share a scale, unless w is packed. On Hopper its tiles have all rows of a group, see `stored_config`; elsewhere they
-    have few rows: tensor cores then take w from registers, where features change places (see `kernels.places`). Either
-    way sums have the bits of the product with a w that was dequantized first.
+    Either way sums have the same bits.
     """
     scaled_features = w_block[1 if problem.w_layout == "enk" else 0]
     has_scales = scaled_features >= _LEAST_STEP if w_is_packed else scaled_features % _STEP_OF_LEFT == 0
     from_left = stored_config(problem, target, w_is_packed) if config is None and has_scales else None
-    if from_left is not None:
+    if from_left is not None:  # its tiles have all rows of a group
         return from_left
     config = choose_config(KernelConfigForward, problem, target, config)
     is_read = config.kernel == "plain" and (w_is_packed or target.compute_capability >= FP8_COMPUTE_CAPABILITY)
     is_left = multiplies_from_left(problem, target, config.tile(problem.w_layout))
     most = ROWS_OF_STORED if is_left else FEW_ROWS
+    # with few rows the product takes the time of reading w; with more, each row tile would dequantize w again
     is_read &= scaled_features >= _LEAST_STEP and problem.num_rows <= most * problem.num_experts
     is_read &= config.block_k >= (2 * _LEAST_STEP if w_is_packed else _LEAST_STEP)
     if not is_read:
         return None
     if is_left:
         return config if w_is_packed else dataclasses.replace(config, block_k=min(config.block_k, scaled_features))
+    # tensor cores take w from registers, where features change places (see `kernels.places`)
     config = dataclasses.replace(config, block_m=min(config.block_m, FEW_ROWS))
     if w_is_packed and config.programs_per_sm == 2:
         # one unpacks while others wait: 212 us for gpt-oss's w_gate_up and 128 rows on an H100, by two programs 229
         return dataclasses.replace(config, num_stages=4, programs_per_sm=3)
     if w_is_packed:  # fewer bytes in each stage
         return dataclasses.replace(config, num_stages=min(_MOST_STAGES, 2 * config.num_stages))
-    block_k = min(config.block_k, scaled_features)
+    block_k = min(config.block_k, scaled_features)  # features that share a scale
     stages = min(_MOST_STAGES, config.num_stages * config.block_k // block_k)  # as many features on their way
     return dataclasses.replace(config, block_k=block_k, num_stages=stages)
 

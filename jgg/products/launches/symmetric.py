@@ -61,16 +61,13 @@ def _chosen_config(
 
 
 def symmetric_config(problem: GroupedGemmProblem, target: Target) -> KernelConfigForward:
-    """The default configuration of the plain kernel, derived from a forward product's; none spills registers.
-
-    - Tiles are no wider than high: wider ones have more elements above the diagonal.
-    - A tile is stored twice. On GPUs of compute capability 9.0, one of a multiprocessor's two programs multiplies while
-      the other stores; on later ones this takes too many registers. Tiles of float32 results are narrower.
-    """
+    """The default configuration of the plain kernel, derived from a forward product's; none spills registers."""
     config = plain_config(KernelConfigForward, problem, target)
     assert isinstance(config, KernelConfigForward)
     tile = config.tile(problem.w_layout)
+    # a tile is stored twice: while one program stores, the other multiplies; later GPUs lack registers for two
     has_two_programs = tile.columns > _MOST_COLUMNS and target.compute_capability < 100
+    # wider tiles than high have more elements above the diagonal
     columns = min(tile.rows, tile.columns, _MOST_COLUMNS // (2 if problem.out_dtype.itemsize == 4 else 1))
     config = config.with_tile(tile._replace(columns=columns), problem.w_layout)
     if has_two_programs:
