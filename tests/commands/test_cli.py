@@ -280,7 +280,7 @@ def test_demo_learns_and_writes(tmp_path, capsys):
     assert tokenizer.decode(tokens) == text
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 @pytest.mark.usefixtures("optax_promotion")
 def test_demo_that_is_interrupted_writes_what_it_measured(tmp_path, monkeypatch, capsys):
     def interrupt(result):

@@ -150,13 +150,13 @@ def test_a_package_that_tasks_lack_is_of_the_extra_for_tasks(folder, monkeypatch
         main(["evaluate", str(folder), "--tasks", "hellaswag"])
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("count", "split"),
     [
         (4, ["--fsdp", 2, "--expert", 2]),
         # by more devices than there are experts
-        pytest.param(8, ["--fsdp-splits", "features"], marks=pytest.mark.sweep),
+        (8, ["--fsdp-splits", "features"]),
     ],
 )
 def test_several_devices(count, split, folder, data):

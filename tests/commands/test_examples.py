@@ -17,7 +17,7 @@ def train(folder, *options, **environment):
     return losses(run(ROOT / "examples/train_moe.py", *arguments, JAX_PLATFORMS="cpu", **environment))
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_training_begins(tmp_path):
     first = train(tmp_path, "--steps", 2, "--batch", 2)
     assert list(first) == [1, 2]

@@ -138,7 +138,7 @@ def test_a_wrong_file_is_named(message, tmp_path):
     [
         pytest.param([], "bfloat16", id="base-bfloat16"),
         pytest.param(
-            [str(ROOT / "tests/data/model_adapters/qwen3_moe")], "fp8", marks=pytest.mark.thorough, id="adapter-fp8"
+            [str(ROOT / "tests/data/model_adapters/qwen3_moe")], "fp8", marks=pytest.mark.sweep, id="adapter-fp8"
         ),
     ],
 )
@@ -156,7 +156,7 @@ def test_a_text_ends_at_the_folder_s_stop_token(adapter, experts, generate, tmp_
     assert printed == f" {words(new[: new.index(stop)])}\n".replace(" \n", "\n")
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_samples_end_at_a_text_which_may_end_inside_a_token(folder, generate):
     draws = {"temperature": 1.0, "top_k": 9, "key": jax.random.fold_in(jax.random.key(3), 0), "num_samples": 2}
     new = jgg.models.generate(jgg.models.load(folder), [[5, 6, 7]], 5, **draws).tolist()
@@ -202,7 +202,7 @@ def test_a_text_is_printed_as_it_comes(folder, generate, monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("prefill: ")
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_options_come_from_a_file(folder, generate, tmp_path):
     path, adapter = tmp_path / "run.toml", str(ROOT / "tests/data/model_adapters/qwen3_moe")
     given = {"adapter": adapter, "max-new-tokens": 5, "prompt": "t5 t6 t7", "json": True, "stop": ["x", "y"]}

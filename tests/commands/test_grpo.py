@@ -108,12 +108,12 @@ def test_a_few_steps_have_a_rate(steps):
     assert abs(float(update)) > 0
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options",
     [
         ["--updates", "3", "--replay", "--kl", "0.001"],
-        pytest.param(["--accumulate", "2", "--batch-invariant"], marks=pytest.mark.sweep),
+        ["--accumulate", "2", "--batch-invariant"],
     ],
     ids=["replay", "accumulate"],
 )

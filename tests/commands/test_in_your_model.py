@@ -31,7 +31,7 @@ def test_it_trains_and_scans(blocks):
     assert all(np.any(gradient) for gradient in of_linen.values())
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_frozen_experts_stay(blocks):
     """By a filter or in FP8, all but the experts trains."""
     (train,), (frozen, in_fp8) = blocks["Train"], blocks["Freeze the experts"]

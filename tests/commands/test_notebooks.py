@@ -58,14 +58,10 @@ def test_they_begin_with_colab(path):
     assert "git+https://github.com/jgg-project/jgg" in install.source
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "path",
-    [
-        pytest.param(path, marks=[pytest.mark.sweep] * (path.stem[:2] != "02"))
-        for path in notebooks.NOTEBOOKS
-        if notebooks.device(notebooks.read(path)) == "cpu"
-    ],
+    [path for path in notebooks.NOTEBOOKS if notebooks.device(notebooks.read(path)) == "cpu"],
     ids=lambda path: path.stem,
 )
 # the client asks for an event loop in a way that newer Pythons warn of

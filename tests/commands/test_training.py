@@ -84,7 +84,7 @@ def test_fine_tuning_goes_on_from_a_checkpoint(folder, capsys):
     assert "run has a run with other options: seed is 1, was 0" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_rows_that_are_skipped_are_told_and_logged(folder, capsys):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no chats') }}")
     write("data.jsonl", [*ROWS, {"messages": [{"role": role, "content": "t3"} for role in ("user", "assistant")]}])
@@ -94,7 +94,7 @@ def test_rows_that_are_skipped_are_told_and_logged(folder, capsys):
     assert "3 examples, 1 row of --data skipped that the chat template cannot mark: " in capsys.readouterr().out
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 @pytest.mark.usefixtures("folder")
 def test_a_run_that_sigterm_stops_says_so_and_goes_on(capsys, monkeypatch):
     options = "--steps", 6, "--lora-rank", 2, "--sequence-length", 12, "--batch-size", 1, "--checkpoints"
@@ -138,12 +138,12 @@ def mean_loss(rows, folder="model"):
     return float(np.mean(np.concatenate(own)))
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "options",
     [
         ["--batch-size", 2],
-        pytest.param(["--no-packing", "--batch-size", 2, "--accumulate", 2], marks=pytest.mark.sweep),
+        ["--no-packing", "--batch-size", 2, "--accumulate", 2],
     ],
 )
 def test_the_first_loss_of_fine_tuning_is_the_model_s_for_completions_alone(options, folder):
@@ -178,7 +178,7 @@ def test_fine_tuning_of_some_matrices_beside_experts_in_fp8(folder):
 SIZES = "--sequence-length", 16, "--batch-size", 2, "--learning-rate", 1e-2
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_a_whole_model_is_fine_tuned_and_saved_with_its_tokenizer(folder):
     before = jgg.models.load(folder, dtype=jnp.float32)
     found = losses(run("finetune", "--full", "--steps", 12, *SIZES, "--output", "out"))
@@ -192,9 +192,11 @@ def test_a_whole_model_is_fine_tuned_and_saved_with_its_tokenizer(folder):
     assert generation == {"eos_token_id": [1, 2], "top_k": 3}
 
 
-@pytest.mark.thorough
-def test_a_new_model_is_trained_and_saved_with_its_tokenizer(folder):
-    """From the config alone; long texts are divided, and the options are those of a file."""
+SMALL_TRAINING = ("--tokenizer", "tokenizer", "--dtype", "float32", *SIZES)
+
+
+def leave_a_config_alone(folder):
+    """Leaves no model but the config of a smaller one; the tokenizer's folder."""
     shutil.rmtree(folder.parent / "model")
     tokenizer = folder_with_tokenizer("qwen3_moe", folder.parent / "tokenizer")
     for path in tokenizer.glob("*.safetensors"):
@@ -203,8 +205,14 @@ def test_a_new_model_is_trained_and_saved_with_its_tokenizer(folder):
     config = config_of("qwen3_moe") | {"num_hidden_layers": 1, "initializer_range": 0.2, "vocab_size": 64}
     (folder.parent / "model/config.json").write_text(json.dumps(config))
     write("data.jsonl", [{"text": words([5 + n % 20 for n in range(start, start + 100)])} for start in range(3)])
-    options = "--tokenizer", "tokenizer", "--eval-data", "data.jsonl", "--eval-every", 10, "--dtype", "float32"
-    lines = run("train", *SIZES, *options, "--steps", 30, "--output", "out")
+    return tokenizer
+
+
+@pytest.mark.thorough
+def test_a_new_model_is_trained_and_saved_with_its_tokenizer(folder):
+    """From the config alone; long texts are divided."""
+    tokenizer, evaluated = leave_a_config_alone(folder), ("--eval-data", "data.jsonl", "--eval-every", 10)
+    lines = run("train", *SMALL_TRAINING, *evaluated, "--steps", 30, "--output", "out")
     assert lines[0]["loss"] > 3 and lines[-1]["loss"] < lines[0]["loss"] / 3
     assert [line["step"] for line in lines if "eval_loss" in line] == [10, 20, 30]
     assert lines[-1]["eval_loss"] < lines[-1]["loss"] * 1.5
@@ -213,7 +221,13 @@ def test_a_new_model_is_trained_and_saved_with_its_tokenizer(folder):
     model = jgg.models.load("out", dtype=jnp.float32)
     assert jgg.models.generate(model, [[5, 6, 7]], 5).tolist() == [[8, 9, 10, 11, 12]]
     assert (folder.parent / "out/tokenizer.json").read_bytes() == (tokenizer / "tokenizer.json").read_bytes()
-    by_muon = "--config", "out.toml", "--optimizer", "muon", "--output", "by_muon", "--quiet"
+
+
+@pytest.mark.sweep
+def test_muon_trains_a_new_model_with_the_options_of_a_file(folder):
+    leave_a_config_alone(folder)
+    lines = run("train", *SMALL_TRAINING, "--steps", 1, "--output", "out")
+    by_muon = "--config", "out.toml", "--optimizer", "muon", "--steps", "30", "--output", "by_muon", "--quiet"
     assert main(["train", *by_muon]) == 0
     with open("by_muon.jsonl") as file:
         first, *_, last = (json.loads(line)["loss"] for line in file)

@@ -100,7 +100,7 @@ def losses(folder, name, steps=STEPS):
     return [line["loss"] for line in lines] + [line["eval_loss"] for line in lines if "eval_loss" in line]
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_two_processes_train_as_one_device_does(folder, monkeypatch):
     monkeypatch.chdir(folder)
     both = start_both(folder, "train", "--steps", 2)

@@ -144,7 +144,7 @@ def test_contexts_are_cut_from_the_left(folder, caplog):
     ]
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_generation_is_that_of_each_context_alone(folder):
     lm, options = made_of(folder, batch_size=2), {"until": [], "max_gen_toks": 5}
     contexts = [[3, 4, 5], [9], [10, 11, 12, 13]]

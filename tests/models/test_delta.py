@@ -81,7 +81,7 @@ def run(model, tokens, caches, start, lengths):
     return model.run_layers(tokens, jnp.broadcast_to(positions, tokens.shape), caches, **place)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_padding_changes_no_state_and_chunks_go_on_from_it():
     prompts = np.where(np.arange(9) < LENGTHS[:, None], reference(FAMILY)["prompts"], NO_TOKEN)
     _, padded = run(model(), prompts, model().empty_caches(3, 9), 0, LENGTHS)
