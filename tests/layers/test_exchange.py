@@ -101,7 +101,7 @@ def test_tokens_of_several_choices_need_indices():
 
 
 @pytest.mark.parametrize("axes", [(0, None), (0, 0)], ids=["same choices", "own choices"])
-@pytest.mark.parametrize("factor", [None, pytest.param(0.6, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize("factor", [None, pytest.param(0.6, marks=pytest.mark.sweep)])
 def test_a_batch_of_exchanges_is_a_loop_of_them(factor, axes):
     """Elements send the same runs of rows, or each its own: once to each device, or once for each choice."""
     mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Auto,))

@@ -54,7 +54,7 @@ def test_few_tokens_give_what_each_gives_among_many(count, rank, quantization):
     assert metrics.group_sizes.shape == (E,) and metrics.group_sizes.sum() == count * K
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_choices_from_outside_and_gradients():
     params, x = make_params(LAYER), tokens(2)
     choices = jnp.array([[7, 7, 2], [-1, 0, 11]])

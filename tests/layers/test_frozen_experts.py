@@ -227,7 +227,7 @@ def test_errors_name_shapes_and_print_no_array():
         layer(X)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_frozen_layers_beside_trained_ones():
     """Layers of equal sizes share what JAX keeps of one; each gets its own gradients, in any order of programs."""
     layers = nnx.List([make(seed) for seed in range(2)])

@@ -179,6 +179,7 @@ def test_gradients_in_float32_beside_bfloat16():
     assert_close({name: linens(params)[name] for name in ADAPTERS}, got)
 
 
+@pytest.mark.sweep
 def test_a_step_of_an_optimizer_changes_adapters_alone(optax_promotion):
     layer = make_trained()
     before = params_of(layer)

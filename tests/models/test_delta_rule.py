@@ -167,7 +167,7 @@ def test_any_gates_beside_each_other(log_decay, resets, implementation):
 @pytest.mark.parametrize(
     ("implementation", "dtype", "tolerance"),
     [
-        pytest.param("interpret", "float16", 1.5e-3, marks=[pytest.mark.interpret, pytest.mark.thorough]),
+        pytest.param("interpret", "float16", 1.5e-3, marks=[pytest.mark.interpret, pytest.mark.sweep]),
         pytest.param("triton", "float16", 1.5e-3, marks=pytest.mark.gpu),
         pytest.param("triton", "bfloat16", 1e-2, marks=pytest.mark.gpu),
     ],

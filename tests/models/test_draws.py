@@ -112,7 +112,7 @@ def test_each_row_is_drawn_by_its_settings_from_what_is_left():
         np.testing.assert_allclose(rows.log_probabilities[sample, column], wanted, atol=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_a_row_s_settings_are_those_of_all_rows():
     model, got = of_rows()
     options = {"num_samples": 2, "details": True, "prefill_chunk": 4}

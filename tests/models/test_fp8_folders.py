@@ -86,7 +86,7 @@ def folder(tmp_path_factory):
     return with_fp8(dense_folder("glm4_moe", here / "dense"), here / "fp8", dtype=jnp.bfloat16)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_experts_alone_stay_as_they_are_stored(folder, tmp_path):
     model, dense = jgg.models.load(folder, experts="as stored"), jgg.models.load(folder)
     flat = {path: variable.get_value() for path, variable in nnx.to_flat_state(nnx.state(model))}

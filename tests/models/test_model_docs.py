@@ -116,7 +116,7 @@ def test_folders_for_servers_are_whole(tmp_path):
         jgg.models.load_adapter(names["model"], tmp_path / name)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_adapters_are_saved_and_loaded_as_the_page_on_fine_tuning_says(tmp_path):
     folder_with_tokenizer("qwen3_moe", tmp_path / "model")
     (tmp_path / "train.jsonl").write_text(json.dumps({"text": "t1 t2 t3 t4"}))

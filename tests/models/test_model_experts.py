@@ -112,8 +112,8 @@ def test_prompts_of_few_tokens_read_experts_in_fp8_as_they_are(tokens, reads_as_
     assert largest_error(prompt, as_stored if reads_as_stored else whole) < 1e-5
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("is_loaded", [True, pytest.param(False, marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("is_loaded", [True, False])
 def test_with_batch_invariant_few_rows_multiply_by_the_recipe_too(is_loaded):
     """Whether experts are stored in FP8 or quantized where they multiply; `generate` makes their FP8 form once."""
     model = loaded("qwen3_moe", experts=jgg.Fp8() if is_loaded else "dense", batch_invariant=True)

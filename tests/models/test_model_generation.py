@@ -16,7 +16,7 @@ from tests.support.models import FAMILIES, FEW_FAMILIES, loaded, logits_of, refe
 LENGTHS = np.array([1, 5, 9])  # of the prompts in the reference data
 
 
-@pytest.mark.parametrize("family", thorough_but(("qwen3_moe", "gpt_oss", "glm4_moe"), FAMILIES, pytest.mark.sweep))
+@pytest.mark.parametrize("family", thorough_but(("qwen3_moe", "gpt_oss"), FAMILIES, pytest.mark.sweep))
 def test_greedy_tokens_are_those_of_transformers(family):
     expected = reference(family)
     model = loaded(family)

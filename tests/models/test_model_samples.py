@@ -117,7 +117,7 @@ def test_sampled_log_probabilities_are_of_what_is_left_of_the_distribution():
         np.testing.assert_allclose(rows.sampled_log_probabilities[row, column], wanted, atol=1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_each_row_has_its_temperature():
     model, prompts = loaded("qwen3_moe"), prompts_of()
     draw = functools.partial(generate, model, prompts, 6, lengths=LENGTHS, key=jax.random.key(1))

@@ -215,8 +215,8 @@ def test_what_it_refuses(options, params, message):
         jgg.optim.muon(0.1, mu_dtype="int8")
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("which", ["few", pytest.param("others", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("which", ["few", "others"])
 def test_eight_devices_make_the_same_updates(which):
     assert processes.run_program("run_sharded_optim", which, timeout=400).splitlines()[-1] == "all right"
 

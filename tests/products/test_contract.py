@@ -25,7 +25,7 @@ from tests.support.cases import (
     make_data,
 )
 from tests.support.comparison import OUTPUTS, assert_matches, assert_right, oracle_arguments, run, small_configs
-from tests.support.marks import thorough_but
+from tests.support.marks import each_nth, thorough_but
 from tests.support.passes import forward_and_backward
 
 
@@ -99,7 +99,7 @@ def test_case_of_shapes_interpreted(case, implementation, dtype, precision):
 @parametrize(
     rarely_on("xla", FLOAT32), rarely_on(None, FLOAT32), thoroughly_on("interpret", FLOAT32), on("triton", HIGHEST)
 )
-@named(CASES_IN_FLOAT32)
+@pytest.mark.parametrize("case", each_nth(3, CASES_IN_FLOAT32))
 def test_case_of_values(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 

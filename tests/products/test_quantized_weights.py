@@ -50,6 +50,13 @@ CASES = {
     },
     "many rows": {"block": (128, 128), "num_rows": 400},
 }
+INTERPRETED = (  # at every change: each kind of blocks and each layout
+    "mxfp4's blocks, enk",
+    "packed, gathered, scattered, weighted",
+    "packed along columns",
+    "deepseek's blocks",
+    "e5m2",
+)
 
 
 def make(name, dtype="float32"):
@@ -74,7 +81,11 @@ def compute(problem, arrays, w, implementation, **more):
     ("name", "implementation"),
     [
         *((name, None) for name in list(CASES)[::3]),
-        *(pytest.param(name, "interpret", marks=[pytest.mark.interpret, pytest.mark.thorough]) for name in CASES),
+        *(
+            pytest.param(name, "interpret", marks=[pytest.mark.interpret, mark])
+            for name in CASES
+            for mark in [pytest.mark.thorough if name in INTERPRETED else pytest.mark.sweep]
+        ),
     ],
 )
 def test_the_product_is_that_of_the_dequantized_weights(name, implementation):

@@ -27,3 +27,9 @@ def thorough_but(quick, cases, mark=pytest.mark.thorough):
         pytest.param(value, id=str(name), marks=[mark] * (name not in quick))
         for name, value in zip(cases, values, strict=True)
     ]
+
+
+def each_nth(step, cases):
+    """Parameters from cases, of which each nth runs in CI; the others are left to the sweep."""
+    by_name = {case.name: case for case in cases}
+    return thorough_but(list(by_name)[::step], by_name, pytest.mark.sweep)

@@ -72,7 +72,7 @@ def test_steps_run_where_triton_is_not_installed(platforms, tmp_path):
         assert_close(got, expected)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_gradients_of_an_exported_function():
     params, x, _ = arguments()
     data = jgg.export(jax.jit(serve), platforms=("cpu", "cuda"))(params, x).serialize(vjp_order=1)

@@ -179,12 +179,12 @@ def test_donated_rows(implementation):
     assert_close(y, oracle.grouped_gemm(data.x, data.w, data.group_sizes))
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "implementations",
     [
         pytest.param(("None", "interpret"), marks=pytest.mark.interpret, id="kernels"),
-        pytest.param(("xla",), marks=pytest.mark.sweep, id="xla"),
+        pytest.param(("xla",), id="xla"),
     ],
 )
 def test_over_several_devices(implementations):

@@ -137,7 +137,7 @@ def test_second_order_of_the_kernels(kind, implementation):
     assert_close(got, expected, 1e-4)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 @on(None, TRITON)
 def test_derivative_of_a_product_alone(implementation):
     """Right even where JAX differentiates the product and not the function that has a rule for it."""
