@@ -351,7 +351,7 @@ def check_what_is_kept():
         assert leaf.sharding.is_equivalent_to(split[leaf.shape], leaf.ndim), (leaf.shape, leaf.sharding)
 
 
-# "few" checks the logits of these cases, and "others" a step
+# "few" checks the logits of one of these cases, and "others" a step and the logits of the rest
 LOGITS = (
     "latent attention, fsdp, data, expert, rematerialized",
     "recurrent layers, fsdp, data, expert",
@@ -378,6 +378,9 @@ CHECKS |= {
 }
 OTHERS = {
     *LOGITS,
+    "each device its own sequences, data, tensor: logits",
+    "check_mask_and_choices",
+    "check_what_is_kept",
     "fsdp, expert, tensor, tied",
     "each device its own sequences, fsdp, expert, data",
     "experts beside a dense MLP, fsdp, expert",

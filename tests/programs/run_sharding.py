@@ -395,26 +395,26 @@ def main(which="all"):
 
 def check_all_else():
     check_sums()
-    check_four_devices()
     check_no_tokens()
     check_quantized_weights()
-    check_fp8()
-    check_packed_weights("Auto")
-    check_float32_weights(WITHOUT_FSDP)
     check_quantizing_on_explicit_axes()
     check_weights_are_not_moved()
     check_explicit_weights_are_refused()
     check_interleave()
-    check_flax()
     check_load_params()
     check_layer("Explicit")
 
 
 def check_others():
+    check_four_devices()
+    check_fp8()
+    check_float32_weights(WITHOUT_FSDP)
     check_float32_weights(ALL)
     check_quantized_layer()
     check_split_features_of_quantized_weights()
     check_fp8_with_terms()
+    check_flax()
+    check_packed_weights("Auto")
     check_packed_weights("Explicit")
     check_layer("Auto")
 

@@ -71,12 +71,12 @@ ATTENTION = [
     (16, 16, 256, False, "bfloat16"),
     (16, 2, 512, True, "bfloat16"),
 ]
-# name: (function, how many of its cases stand for all of them, or None, *cases)
+# name: (function, how many of its cases CI compiles, *cases)
 LAYERS = {
-    "route": (lower_routing, 2, (8,), (1024,), (128,), (512,)),
+    "route": (lower_routing, 1, (1024,), (8,), (128,), (512,)),
     "logits": (
         lower_logits,
-        2,
+        1,
         (8192, 128, "bfloat16", "float32"),
         (1, 128, "bfloat16", "bfloat16"),
         (2048, 128, "bfloat16", "bfloat16"),
@@ -108,17 +108,17 @@ LAYERS = {
     ),
     "activation": (  # those of one projection have the curves of the gated ones
         lower_activation,
-        4,
+        2,
         ("swiglu", False, 768, "bfloat16"),
         ("swiglu", False, 17, "float32"),
         ("ungated_relu_squared", False, 96, "float16"),
         *((name, True, 96, "bfloat16") for name, activation in ACTIVATIONS.items() if activation.is_gated),
     ),
-    "norm": (lower_norm, 2, (2880, "bfloat16"), (8192, "float32"), (17, "float32"), (8192, "bfloat16")),
-    "losses": (lower_losses, 2, (151936, 1.0), (262144, 1.0, 30.0), (49155, 0.3)),
+    "norm": (lower_norm, 1, (2880, "bfloat16"), (8192, "float32"), (17, "float32"), (8192, "bfloat16")),
+    "losses": (lower_losses, 1, (151936, 1.0), (262144, 1.0, 30.0), (49155, 0.3)),
     "rotary": (
         lower_rotary,
-        2,
+        1,
         (32, 128, 64, True),
         (64, 64, 32, False),
         (8, 128, 32, True),
@@ -127,7 +127,7 @@ LAYERS = {
     ),
     "packed": (
         functools.partial(lower_stored, "packed"),
-        5,
+        2,
         *(("ekn", rows) for rows in (16, 100, 500)),
         *(("enk", rows) for rows in (32, 100, 500, 4)),
         *(("ekn", rows) for rows in (4, 32)),
@@ -143,14 +143,14 @@ LAYERS = {
     ),
 }
 FP8_LAYERS = {
-    "stored": (functools.partial(lower_stored, "fp8"), 2, ("ekn", 16), ("enk", 32), ("ekn", 4), ("ekn", 100)),
+    "stored": (functools.partial(lower_stored, "fp8"), 1, ("ekn", 16), ("enk", 32), ("ekn", 4), ("ekn", 100)),
     "fp8": (
         lower_fp8,
-        None,
+        1,
         ("swiglu", False, "float8_e4m3fn", 4096),
         ("clamped_swiglu", True, "float8_e4m3fn", 256),
     ),
-    "fp8 product": (lower_fp8_product, None, ("float32", "plain"), ("float32", "everything")),
+    "fp8 product": (lower_fp8_product, 1, ("float32", "plain"), ("float32", "everything")),
 }
 HOPPER_LAYERS = {
     "up": (
