@@ -99,7 +99,7 @@ def test_what_stands_beside_jgg_computes_the_same(prepare, groups, w_layout, op)
     np.testing.assert_allclose(result, expected(op, problem, arrays), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 @pytest.mark.usefixtures("no_timing")
 def test_fp8_is_beside_bfloat16_and_a_dense_product_in_fp8(capsys):
     sizes = ["--m=24", "--k=16", "--n=8", "--experts=4", "--topk=2"]

@@ -248,7 +248,7 @@ def tokens_of(text):
     return [SPECIAL.get(word) if word in SPECIAL else int(word[1:]) for word in text.split()]
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_a_conversation_keeps_what_was_said(chat_folder, generate, prompts, monkeypatch):
     standard_input(monkeypatch, "t9\n\n  \nt10 \u00e9\n".encode())
     shared = "--chat", "--max-new-tokens", "5", "--repetition-penalty", "1.5"

@@ -43,7 +43,7 @@ def main(capsys):
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "ratio"),
-    [("jit_model", 0.6), ("flax_nnx", 0.01), pytest.param("flax_linen", 0.01, marks=pytest.mark.sweep)],
+    [("jit_model", 0.6), *(pytest.param(name, 0.01, marks=pytest.mark.sweep) for name in ("flax_nnx", "flax_linen"))],
 )
 def test_training(name, ratio, main):
     losses = [float(loss) for loss in re.findall(LOSSES, main(name))]

@@ -40,7 +40,7 @@ def test_search(op, own_file):
     )  # what the interpreter measured is for no GPU
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 @pytest.mark.interpret
 def test_search_in_fp8(own_file):
     problem = gemm(**TINY | {"dtype": "float8_e4m3fn", "in_features": 272}, permute_x=True)

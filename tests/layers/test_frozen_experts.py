@@ -85,6 +85,7 @@ def test_quantized_experts(recipe):
     assert not any(np.any(leaf) for name in EXPERTS for leaf in jax.tree.leaves(gradients[name]))
 
 
+@pytest.mark.sweep
 def test_linen_takes_packed_experts():
     """Their bytes have another shape than the parameters that Flax expects."""
     module = jgg.linen.MoE(hidden_features=32, num_experts=4, topk=2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from jgg.models.delta_rule import delta_rule, delta_rule_one
 from tests.support import generated
 from tests.support.closeness import assert_close, distance
-from tests.support.marks import INTERPRET, TRITON, on
+from tests.support.marks import INTERPRET, RARELY_INTERPRET, TRITON, on
 
 SCALE, EPSILON = 0.37, 1e-3
 # batch, length, key heads, value heads, K, V
@@ -154,7 +154,7 @@ def test_strong_decays_change_nothing_after_them(name, implementation):
     check_gates(gates(name), np.arange(GATED[1]) == 50, implementation)
 
 
-@on("xla", pytest.param("interpret", marks=[pytest.mark.interpret, pytest.mark.thorough]), TRITON)
+@on("xla", RARELY_INTERPRET, TRITON)
 @generated.examples(6)
 @given(
     log_decay=st.lists(st.sampled_from(GATES), min_size=GATED[1] * GATED[3], max_size=GATED[1] * GATED[3]),

@@ -135,7 +135,7 @@ def test_layers_without_an_adapter_are_written_without_one(tmp_path):
     assert_same_tensors(load_file(tmp_path / TENSORS), load_file(ADAPTERS / "gpt_oss-seven-last" / TENSORS))
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_layers_without_an_adapter_get_none_by_training():
     model, tokens = loaded("gpt_oss"), reference("gpt_oss")["tokens"]
     jgg.models.load_adapter(model, ADAPTERS / "gpt_oss-seven-last")
