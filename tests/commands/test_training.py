@@ -208,7 +208,7 @@ def leave_a_config_alone(folder):
     return tokenizer
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_a_new_model_is_trained_and_saved_with_its_tokenizer(folder):
     """From the config alone; long texts are divided."""
     tokenizer, evaluated = leave_a_config_alone(folder), ("--eval-data", "data.jsonl", "--eval-every", 10)

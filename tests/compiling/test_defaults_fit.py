@@ -20,7 +20,7 @@ from jgg.launching.requirements import KERNEL_REQUIREMENTS, can_run
 from tests.programs.lower_defaults import random_problem
 from tests.support import processes
 
-# that with the least shared memory; test_lowering.py compiles for 9.0 at every change
+# that with the least shared memory
 AT_EVERY_CHANGE = (89,)
 COMPUTE_CAPABILITIES = 80, 89, 90, 100, 103, 120, 121
 COUNT = int(os.environ.get("JGG_FIT_CASES", 42))

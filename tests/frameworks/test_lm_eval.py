@@ -196,7 +196,7 @@ def tasks(tmp_path):
     return made
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_tasks_and_the_cache_of_answers(folder, tasks, tmp_path, monkeypatch):
     import lm_eval
     from lm_eval.tasks import TaskManager

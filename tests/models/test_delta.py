@@ -39,7 +39,7 @@ def gradients(params, graphdef, tokens, segments, weights):
     return jax.grad(total, has_aux=True)(params)
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_packed_sequences_compute_and_learn_as_each_alone():
     """In one program, of as many rows: the last two are whole, and give what transformers gives.
 

@@ -90,7 +90,7 @@ def left_of(logits, row):
     return order[(before < ROWS["top_p"][row]) & (weights >= ROWS["min_p"][row])]
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_each_row_is_drawn_by_its_settings_from_what_is_left():
     model, got = of_rows()
     rows = got.training_rows(prompts(), LENGTHS)

@@ -70,7 +70,7 @@ def test_experts_in_fp8_are_saved_as_they_are(family, tmp_path):
     np.testing.assert_array_equal(dense.layers.moe.w_down[...], jax.vmap(lambda w: w.dequantize(jnp.bfloat16))(w))
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_gradients_beside_quantized_experts_are_those_beside_dense_ones(mxfp4):
     quantized = jgg.models.load(mxfp4, dtype=jnp.float32, experts="as stored", remat="names", lora_rank=2)
     dense = jgg.models.load(mxfp4, dtype=jnp.float32, lora_rank=2)

@@ -102,7 +102,7 @@ def test_a_token_attends_to_its_own_chunk(chunk, implementation):
 
 
 @KERNELS
-@pytest.mark.parametrize("chunk", [512, 700])
+@pytest.mark.parametrize("chunk", [512, pytest.param(700, marks=pytest.mark.sweep)])
 def test_a_long_cache_has_several_chunks(chunk, implementation):
     operands = operands_of("grouped", [3, 511, 512, 699, 700, 1099], 1100, layers=1)
     attended, *_ = compute(operands, implementation, None, chunk=chunk)
@@ -110,7 +110,10 @@ def test_a_long_cache_has_several_chunks(chunk, implementation):
 
 
 @KERNELS
-@pytest.mark.parametrize("case", ["grouped", "window that holds, sinks", "window that does not hold, sinks"])
+@pytest.mark.parametrize(
+    "case",
+    ["grouped", pytest.param("window that holds, sinks", marks=pytest.mark.sweep), "window that does not hold, sinks"],
+)
 def test_long_caches_are_attended_to_in_parts(case, implementation):
     operands, window = operands_of(case, [3, 512, 600, 1099], 1100, layers=1), CASES[case][3]
     attended, *caches = compute(operands, implementation, window)

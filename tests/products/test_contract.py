@@ -73,9 +73,15 @@ def named(cases):
     return pytest.mark.parametrize("case", cases, ids=lambda case: case.name)
 
 
-@IN_EVERY_DTYPE
+@parametrize(on("xla", FLOAT32), rarely_on("xla", BFLOAT16), on("triton", FLOAT32, HIGHEST, FLOAT16, BFLOAT16))
 @named(CASES_IN_EVERY_DTYPE)
 def test_case(case, implementation, dtype, precision):
+    assert_right(case, dtype, implementation, precision=precision)
+
+
+@parametrize(on("interpret", FLOAT32))
+@pytest.mark.parametrize("case", each_nth(3, CASES_IN_EVERY_DTYPE))
+def test_case_interpreted(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 
 
@@ -104,13 +110,15 @@ def test_case_of_values(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 
 
-@parametrize(
-    rarely_on(None, BFLOAT16),
-    on("interpret", FLOAT32),
-    on("triton", FLOAT32, BFLOAT16),
-)
+@parametrize(rarely_on(None, BFLOAT16), on("triton", FLOAT32, BFLOAT16))
 @named(OPTIONS_HALVES[0])
 def test_every_option(case, implementation, dtype, precision):
+    assert_right(case, dtype, implementation, precision=precision)
+
+
+@parametrize(on("interpret", FLOAT32))
+@pytest.mark.parametrize("case", each_nth(3, OPTIONS_HALVES[0]))
+def test_every_option_interpreted(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 
 

@@ -2,10 +2,12 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from tests.programs import gpu_thorough
 
 
+@pytest.mark.sweep
 def test_a_few_cases(capsys):
     few = ["--implementation=xla", "--configurations=1", "--cases=9", "--garbage=6", "--repeats=2", "--threads=1"]
     assert gpu_thorough.main(few) == 0

@@ -378,7 +378,10 @@ CHECKS |= {
 }
 OTHERS = {
     *LOGITS,
+    "recurrent layers, fsdp, data, expert: logits",
     "each device its own sequences, data, tensor: logits",
+    "each device its own sequences, experts beside a dense MLP: logits",
+    "check_adapters",
     "check_mask_and_choices",
     "check_what_is_kept",
     "fsdp, expert, tensor, tied",

@@ -396,13 +396,10 @@ def main(which="all"):
 def check_all_else():
     check_sums()
     check_no_tokens()
-    check_quantized_weights()
     check_quantizing_on_explicit_axes()
     check_weights_are_not_moved()
     check_explicit_weights_are_refused()
     check_interleave()
-    check_load_params()
-    check_layer("Explicit")
 
 
 def check_others():
@@ -416,7 +413,10 @@ def check_others():
     check_flax()
     check_packed_weights("Auto")
     check_packed_weights("Explicit")
+    check_quantized_weights()
+    check_load_params()
     check_layer("Auto")
+    check_layer("Explicit")
 
 
 if __name__ == "__main__":

@@ -50,10 +50,12 @@ for exchange in ("all_gather", "ragged_all_to_all"):
             "overloaded",
         ),
     }
-# those of the sweep: the rest has each axis and each exchange, with too little room and enough
+# those of the sweep: the rest has each axis, with too little room and enough
 OTHER_CASES = (
     "data",
     "fsdp",
+    "fsdp of features",
+    "idle device, all_gather",
     "tensor",
     "expert by all-gather",
     "expert by ragged all-to-all",

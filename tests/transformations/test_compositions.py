@@ -7,14 +7,13 @@ import pytest
 from tests.support import compositions, processes
 
 # few programs to compile, in which gradients were zero while the backward rule asked JAX which of them are trained
-QUICK, THOROUGH = (3, 7, 8), (10,)
+QUICK = 3, 7, 8
 
 
 def chains():
-    """(implementation, seed): few in `make test`, more in CI and on a GPU, many in the sweep."""
+    """(implementation, seed): few in CI, more on a GPU, many in the sweep."""
     for seed in range(100):
-        mark = () if seed in QUICK else pytest.mark.thorough if seed in THOROUGH else pytest.mark.sweep
-        yield pytest.param(None, seed, marks=mark)
+        yield pytest.param(None, seed, marks=() if seed in QUICK else pytest.mark.sweep)
     for seed in range(24):
         yield pytest.param("triton", seed, marks=pytest.mark.gpu)
 
@@ -32,7 +31,7 @@ def test_programs_after_each_other(implementation, seed):
     [
         pytest.param("jit", (3,), marks=pytest.mark.thorough, id="few"),
         pytest.param("jit", range(10, 40), marks=pytest.mark.sweep, id="many"),
-        pytest.param("sharding", (23,), marks=pytest.mark.thorough, id="few with sharding"),
+        pytest.param("sharding", (23,), marks=pytest.mark.sweep, id="few with sharding"),
         pytest.param("sharding", range(10, 40), marks=pytest.mark.sweep, id="many with sharding"),
     ],
 )
