@@ -77,7 +77,7 @@ def operations_on_tokens(text, num_tokens, topk):
 
 
 @pytest.mark.parametrize("quantization", [None, jgg.Fp8()], ids=["dense", "fp8"])
-@pytest.mark.parametrize("num_tokens", [13, 1009])
+@pytest.mark.parametrize("num_tokens", [pytest.param(13, marks=pytest.mark.sweep), 1009])
 @pytest.mark.parametrize("case", CASES)
 def test_xla_sums_nothing_of_a_token(case, num_tokens, quantization, without_kernels):
     options, expected = CASES[case]

@@ -252,11 +252,24 @@ ON_SOME = pytest.mark.parametrize(
 )
 
 
+def shapes_of(function, **options):
+    """What `make` or `make_stored` makes, its arrays as shapes and dtypes alone."""
+    problems = []
+
+    def arrays():
+        problem, own = function(**options)
+        problems.append(problem)
+        return own
+
+    shapes = jax.eval_shape(arrays)
+    return problems[0], shapes
+
+
 @ON_EACH
 @pytest.mark.parametrize("name", CASES)
 def test_no_configuration_splits_the_reduced_axis(name, capability, launched):
     """Each launch multiplies whole rows by whole columns of w, once, and writes y itself rather than parts of a sum."""
-    problem, arrays = make(**CASES[name])
+    problem, arrays = shapes_of(make, **CASES[name])
     target = Target(capability, TARGETS[capability])
     with jgg.target(capability, TARGETS[capability]):
         for config in all_configs(problem, target):
@@ -286,7 +299,7 @@ def test_a_configuration_has_no_field_that_could_split_the_reduced_axis():
 def test_in_fp8_one_kernel_activates_for_every_number_of_rows_or_for_none(capability):
     """It does not round sums before it activates them, which a kernel after the product can only do."""
     target, ways = Target(capability, TARGETS[capability]), {name: set() for name in ACTIVATIONS}
-    problem, _ = make(**CASES["fp8"], permute_x=True)
+    problem, _ = shapes_of(make, **CASES["fp8"], permute_x=True)
     for rows in ROWS:
         of_rows = dataclasses.replace(problem, num_rows=rows * problem.num_experts)
         kernels = {config.kernel for config in all_configs(of_rows, target)}
@@ -317,7 +330,7 @@ def test_in_fp8_a_tuned_configuration_of_another_kernel_is_not_used(tmp_path, mo
 def test_steps_that_are_scaled_have_one_length(name, capability):
     """Else few rows of a quantized x, whose steps are scaled one by one, would be added up in another order."""
     target, ways = Target(capability, TARGETS[capability]), set()
-    problem, _ = make_stored(**STORED[name])
+    problem, _ = shapes_of(make_stored, **STORED[name])
     for rows in ROWS:
         plan = plan_forward(dataclasses.replace(problem, num_rows=4 * rows), target, x_is_quantized=True)
         ways.add((plan.dequantizes, plan.dequantizes or plan.config.block_k))
@@ -329,7 +342,7 @@ def test_steps_that_are_scaled_have_one_length(name, capability):
 def test_weights_are_dequantized_where_they_multiply_in_16_bits(name, capability):
     """So that tiles of few rows, and those with w on the left, take w from registers, in an order that is known."""
     options, target = STORED[name], Target(capability, TARGETS[capability])
-    problem, _ = make_stored(**options)
+    problem, _ = shapes_of(make_stored, **options)
     for rows in ROWS:
         of_rows = dataclasses.replace(problem, num_rows=4 * rows)
         plan = plan_forward(of_rows, target, **of_w(options))
