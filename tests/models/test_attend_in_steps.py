@@ -78,7 +78,7 @@ KERNELS = {"implementation": "interpret", "batch_invariant": True}
 @pytest.mark.parametrize(
     ("family", "is_traced", "options"),
     [
-        ("gpt_oss", False, {}),
+        pytest.param("gpt_oss", False, {}, marks=pytest.mark.sweep),
         ("qwen3_moe", True, {}),
         pytest.param("gpt_oss", True, KERNELS, marks=pytest.mark.interpret),
     ],

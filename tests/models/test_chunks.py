@@ -25,7 +25,8 @@ def test_a_layer_with_chunks_does_not_see_those_before(tmp_path):
     np.testing.assert_array_equal(logits[:, 4:], others[:, 4:])
 
 
-@pytest.mark.parametrize("size", [3, pytest.param(4, marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("size", [3, 4])
 def test_chunks_of_prompts_need_not_be_those_of_attention(size):
     expected = reference(FAMILY)
     prompts, most = expected["prompts"], expected["greedy"].shape[1]

@@ -133,6 +133,7 @@ def test_adapters_of_all_projections_learn_with_what_attention_keeps():
         np.testing.assert_allclose(got, wanted, rtol=1e-3, atol=1e-4 * float(jnp.abs(wanted).max()))
 
 
+@pytest.mark.sweep
 def test_adapters_of_all_projections_are_merged():
     tokens, adapted = reference(FAMILY)["tokens"], with_adapters()
     names = {str(path[-1]) for path, _ in nnx.to_flat_state(nnx.state(adapted, nnx.LoRAParam))}

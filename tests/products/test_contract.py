@@ -85,7 +85,7 @@ def test_case_interpreted(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)
 
 
-@parametrize(on("xla", FLOAT32), on("triton", HIGHEST, BFLOAT16))
+@parametrize(rarely_on("xla", FLOAT32), on("triton", HIGHEST, BFLOAT16))
 @named(FEATURES)
 def test_case_of_shapes(case, implementation, dtype, precision):
     assert_right(case, dtype, implementation, precision=precision)

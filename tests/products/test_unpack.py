@@ -190,6 +190,7 @@ def equations_of(jaxpr):
                 yield from equations_of(inner)
 
 
+@pytest.mark.sweep
 def test_a_recipe_quantizes_packed_weights_again():
     up, down = random_packed((4, 128, 256), -2), random_packed((4, 128, 128), -2)
     rng = np.random.default_rng(0)
@@ -259,6 +260,7 @@ def test_quantized_rows_have_scales_of_floats():
         jgg.grouped_gemm(wrong, w, jnp.asarray([4]))
 
 
+@pytest.mark.sweep
 def test_flax_layers_take_packed_weights():
     options = {"topk": 2, "interleaved": True, "dtype": jnp.float32}
     layer = jgg.nnx.MoE(64, 32, num_experts=4, **options, rngs=nnx.Rngs(0))
