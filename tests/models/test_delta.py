@@ -144,6 +144,7 @@ def test_adapters_of_all_projections_are_merged():
     np.testing.assert_allclose(logits_of(adapted, tokens), logits, rtol=0, atol=1e-4)
 
 
+@pytest.mark.sweep
 def test_new_models_have_adapters_of_large_projections_and_norms_that_multiply_by_one():
     new = nnx.eval_shape(lambda: loaded("qwen3_next", lora_rank=1))
     names = {str(path[-1]).partition("_lora_")[0] for path, _ in nnx.to_flat_state(nnx.state(new, nnx.LoRAParam))}

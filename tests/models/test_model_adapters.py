@@ -20,7 +20,7 @@ from tests.support.models import DATA, FAMILIES, MORE_FAMILIES, OWN_PARTS, loade
 ADAPTERS = DATA.parent / "model_adapters"
 CASES = "qwen3_moe", "gpt_oss", "mixtral", "glm4_moe"
 # test_latent.py and test_delta.py have adapters of the others of OWN_PARTS
-AT_EVERY_CHANGE = "qwen3_moe", "gpt_oss", "glm4_moe", *({*OWN_PARTS} - {"deepseek_v3", "qwen3_next"})
+AT_EVERY_CHANGE = "qwen3_moe", "gpt_oss", "glm4_moe", *({*OWN_PARTS} - {"deepseek_v3", "gemma4_text", "qwen3_next"})
 WITH_ADAPTERS = *CASES, *(name for name in MORE_FAMILIES if (ADAPTERS / name).exists())
 # what PEFT makes of seven target_modules, of patterns of ranks and alphas, and of some layers alone
 VARIED = (

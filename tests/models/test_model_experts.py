@@ -101,7 +101,8 @@ def features_of(model, ids, caches=None):
 
 
 # 32 rows of an expert, and more
-@pytest.mark.parametrize(("tokens", "reads_as_stored"), [(64, True), pytest.param(65, False, marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize(("tokens", "reads_as_stored"), [(64, True), (65, False)])
 def test_prompts_of_few_tokens_read_experts_in_fp8_as_they_are(tokens, reads_as_stored):
     model = loaded("qwen3_moe", experts=jgg.Fp8())
     ids = jnp.arange(tokens, dtype=jnp.int32)[None] % 64
