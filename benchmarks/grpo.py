@@ -81,7 +81,7 @@ class Sampler:
         drawn, prompts = self.sample(self.args.rows[0])
         sampled = time.perf_counter()
         rows = drawn.training_rows(prompts)
-        rows = rows._replace(topk_indices=np.zeros((0, *rows.tokens.shape, 0), np.int32))
+        rows = rows._replace(topk_indices=jnp.zeros((0, *rows.tokens.shape, 0), jnp.int32))
         packed = jgg.train.pack_rows(rows, self.args.length, multiple=self.args.sequences)
         rewards = self.draw.standard_normal((self.args.prompts, self.args.answers))
         advantages = (rewards - rewards.mean(axis=1, keepdims=True)).reshape(-1).astype(np.float32)

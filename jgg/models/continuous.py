@@ -102,9 +102,10 @@ def run(
 
 def _empty(model: Decoder, prompts: jax.Array, request: Request, plan: Plan) -> _Loop:
     """The state before the first group: all rows have ended."""
-    batch, positions = len(prompts), prompts.shape[1] + plan.most
+    batch, positions, running = len(prompts), prompts.shape[1] + plan.most, plan.rows
+    assert running is not None
     rows = jax.tree.map(
-        lambda array: jnp.broadcast_to(array[:1], (plan.rows, *array.shape[1:])),
+        lambda array: jnp.broadcast_to(array[:1], (running, *array.shape[1:])),
         request.rows.of_samples(plan.num_samples),
     )
     count = batch * plan.num_samples
@@ -114,15 +115,15 @@ def _empty(model: Decoder, prompts: jax.Array, request: Request, plan: Plan) -> 
         return no_tokens(count, plan, jnp.full(shape, -1, jnp.int32) if plan.details else None)
 
     caches = jax.tree.map(
-        lambda array: split_batch(array, model.options.sharding, axis=1), model.empty_caches(plan.rows, positions)
+        lambda array: split_batch(array, model.options.sharding, axis=1), model.empty_caches(running, positions)
     )
     occurrences = None
     if rows.penalties is not None:
-        none = jnp.zeros((plan.rows, model.config.vocabulary), jnp.int32)
+        none = jnp.zeros((running, model.config.vocabulary), jnp.int32)
         occurrences = Occurrences(none.astype(bool), none)
-    state = no_state(rows, new(plan.rows), occurrences, caches, request.stops.shape[1])
-    numbers = jnp.full(plan.rows, count, jnp.int32)
-    return _Loop(jnp.int32(0), state._replace(is_done=jnp.ones(plan.rows, bool)), numbers, new(count))
+    state = no_state(rows, new(running), occurrences, caches, request.stops.shape[1])
+    numbers = jnp.full(running, count, jnp.int32)
+    return _Loop(jnp.int32(0), state._replace(is_done=jnp.ones(running, bool)), numbers, new(count))
 
 
 def _of_prompts(rows: Rows, first: jax.Array, count: int) -> Rows:

@@ -90,7 +90,7 @@ def first_tokens(model: Decoder, prompts: jax.Array, done: Prefilled, request: R
     occurrences = None
     if rows.penalties is not None:
         occurrences = penalties.of_prompts(prompts, request.rows.lengths, model.config.vocabulary, times)
-    empty = no_state(rows, no_tokens(len(rows.lengths), plan, choices), occurrences, {}, request.stops.shape[1])
+    empty = no_state(rows, no_tokens(len(rows.lengths), plan, choices), occurrences, (), request.stops.shape[1])
     return _next(empty, repeated(model.raw_logits(done.last), times, 0), request.stops, head_of(model))
 
 

@@ -238,18 +238,18 @@ class _Reader:
 
     def _placed(self, name: str, value: np.ndarray | QuantizedArray) -> Param:
         """A parameter on its devices, in the dtype that `load` says."""
-        own, sharding = name.rpartition(".")[2], self.model.options.sharding
+        own, options = name.rpartition(".")[2], self.model.options
         if not isinstance(value, QuantizedArray):
             value = self._cast(own, value)
             if isinstance(self.experts, Fp8) and own in OF_EXPERTS and value.ndim == 3:
                 value = quantize_weights(jnp.asarray(value), power_of_2_scales=self.experts.power_of_2_scales)
-                if self.model.options.batch_invariant and sharding is None:  # all that `put_forms` would make of it
-                    value = WeightForms(None, value.mT)
-        if sharding is None:
+                if options.batch_invariant and options.sharding is None:  # all that `put_forms` would make of it
+                    return WeightForms(None, value.mT)
+        if options.sharding is None:
             return jax.device_put(value)
-        spec = spec_of(tuple(name.split(".")), value.shape, sharding)
-        sharding.check_split(name, value, spec)
-        return jax.tree.map(functools.partial(put, place=sharding.named(spec)), value)
+        spec = spec_of(tuple(name.split(".")), value.shape, options.sharding)
+        options.sharding.check_split(name, value, spec)
+        return jax.tree.map(functools.partial(put, place=options.sharding.named(spec)), value)
 
     def _cast(self, name: str, value: np.ndarray) -> np.ndarray:
         dtype = jnp.dtype(jnp.float32 if name == "selection_bias" else self.model.options.param_dtype)

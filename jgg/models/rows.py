@@ -109,10 +109,8 @@ def each_row(change: Change, *states: State) -> State:
 def each_new(change: Change, *states: New) -> New:
     """New tokens with `change` of all arrays of several."""
     tokens, filled, lengths, records = zip(*states, strict=True)
-    return New(
-        *(change(0, *arrays) for arrays in (tokens, filled, lengths)),
-        None if records[0] is None else Record(*map(change, (0, 0, 1), *records)),
-    )
+    record = None if records[0] is None else Record(*map(change, (0, 0, 1), *records))
+    return New(change(0, *tokens), change(0, *filled), change(0, *lengths), record)
 
 
 def no_tokens(rows: int, plan: Plan, choices: jax.Array | None) -> New:

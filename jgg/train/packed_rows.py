@@ -83,12 +83,13 @@ def pack_rows(rows: TrainingRows, length: int, *, multiple: int = 1) -> PackedRo
 
     experts = np.full((choices.shape[0], count, length, choices.shape[-1]), -1, choices.dtype)
     experts[:, *places] = choices[:, row, column]
-    of_rows = (array[row, column] for array in (is_new, log_probabilities, sampled))
     return PackedRows(
         packed(tokens[row, column]),
         packed(targets[row, column]),
         packed(np.repeat(numbers, own).astype(np.int32)),
         packed(row.astype(np.int32)),
-        *map(packed, of_rows),
+        packed(is_new[row, column]),
+        packed(log_probabilities[row, column]),
+        packed(sampled[row, column]),
         experts,
     )
