@@ -113,6 +113,8 @@ def asked(
     stops = _stops(stop_tokens, model.config.vocabulary)
     penalties = _penalties(repetition_penalty, presence_penalty, frequency_penalty, batch)
     sampling = _sampling(temperature, seeds, key, top_k, top_p, min_p, batch)
+    if plan.rows is not None and limits is None:  # rows end at different times
+        limits = jnp.full((batch, num_samples), new_tokens, jnp.int32)
     copies = _num_copies(model, batch, plan)
     prompts, sizes, sampling, penalties, limits = _with_copies((prompts, sizes, sampling, penalties, limits), copies)
     request = Request(Rows(sizes, sampling, penalties, limits), stops)

@@ -138,8 +138,9 @@ def test_with_batch_invariant_experts_loaded_in_fp8_are_kept_in_one_form_that_ad
     in_fp8 = [array for array in jax.tree.leaves(nnx.state(model)) if array.dtype == jnp.float8_e4m3fn]
     assert sorted(array.shape for array in in_fp8) == [(2, 4, 16, 32), (2, 4, 32, 8)]
     got, want = (loss_and_gradients(each, tokens, nnx.LoRAParam) for each in (model, usual))
+    limit = 1e-2 if jax.default_backend() == "gpu" else 1e-6  # where other kernels round in another order
     for one, other in zip(*map(jax.tree.leaves, (got, want)), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(one, other, rtol=limit, atol=limit)
     weights = (each.layers.moe.w_down.get_value() for each in (model, usual))
     jax.tree.map(np.testing.assert_array_equal, next(weights).array, next(weights))
 
