@@ -19,6 +19,7 @@ from jgg.models.decoding import decoded, first_tokens
 from jgg.models.penalties import Occurrences
 from jgg.models.placement import split_batch
 from jgg.models.prefill import Plan, prefill
+from jgg.models.programs import program
 from jgg.models.rows import (
     New,
     Request,
@@ -50,7 +51,7 @@ class _Loop(NamedTuple):
     new: New
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="plan")
+@program(static_argnums=0, static_argnames="plan")
 def run(
     graphdef: nnx.GraphDef[Decoder],
     state: ModelState,

@@ -19,22 +19,34 @@ from jgg.models.head import Head
 from jgg.models.loss import losses_by
 from jgg.models.placement import split_batch
 from jgg.models.prefill import Plan, Prefilled, prefill, run_layers
+from jgg.models.programs import program
 from jgg.models.rows import New, Request, State, no_state, no_tokens, repeated_last, split_rows
 from jgg.models.sampling import draw
 from jgg.models.stacks import State as ModelState
 
 
 def split_model(model: Decoder) -> tuple[nnx.GraphDef[Decoder], ModelState]:
-    """The model as the programs take it: its own arrays, and the forms of experts that make forward passes faster."""
+    """The model as the programs take it: its own arrays, and what makes forward passes faster.
+
+    These are the forms of experts, and adapters in the dtype that they multiply in, which each token would cast again.
+    """
     split = nnx.split(model)
+    model = nnx.merge(*split)  # other variables of the same arrays
     if model.options.batch_invariant:
-        model = nnx.merge(*split)  # other variables of the same arrays
         model.put_forms()
-        split = nnx.split(model)
-    return split
+    adapters = nnx.state(model, nnx.LoRAParam)
+    dtype = jnp.dtype(model.options.dtype)
+    if any(array.dtype.itemsize > dtype.itemsize for array in jax.tree.leaves(adapters)):
+        nnx.update(model, _cast(adapters, dtype))
+    return nnx.split(model)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="plan")
+@functools.partial(jax.jit, static_argnums=1)
+def _cast(adapters: ModelState, dtype: jnp.dtype) -> ModelState:
+    return jax.tree.map(lambda array: array.astype(dtype), adapters)
+
+
+@program(static_argnums=0, static_argnames="plan")
 def start(
     graphdef: nnx.GraphDef[Decoder], state: ModelState, prompts: jax.Array, request: Request, *, plan: Plan
 ) -> State:
@@ -53,7 +65,7 @@ def start(
     return _settled(started._replace(caches=caches), model)
 
 
-@functools.partial(jax.jit, static_argnums=0, static_argnames="plan", donate_argnames="before")
+@program(static_argnums=0, static_argnames="plan", donate_argnames="before")
 def advance(
     graphdef: nnx.GraphDef[Decoder],
     state: ModelState,

@@ -52,12 +52,12 @@ def test_rows_are_as_if_all_ran_at_once(family, rows):
 
 
 def test_one_program_serves_other_prompts_and_numbers_of_them():
-    model, compiled = loaded("qwen3_moe"), continuous.run._cache_size()
+    model, compiled = loaded("qwen3_moe"), continuous.run.num_compiled()
     for batch in (5, 11):
         prompts, limits, options = request(batch, batch)
         got = jgg.models.generate(model, prompts, limits, rows=4, prefill_chunk=4, **options)
         np.testing.assert_array_equal(got, jgg.models.generate(model, prompts, limits, **options))
-    assert continuous.run._cache_size() == compiled + 1
+    assert continuous.run.num_compiled() == compiled + 1
 
 
 def test_a_row_that_ends_in_nan_makes_room():
@@ -71,9 +71,9 @@ def test_a_row_that_ends_in_nan_makes_room():
 
 def test_enough_rows_for_all_run_the_usual_programs():
     model, (prompts, limits, options) = loaded("qwen3_moe"), request()
-    compiled = continuous.run._cache_size()
+    compiled = continuous.run.num_compiled()
     jgg.models.generate(model, prompts, limits, rows=BATCH * SAMPLES, **options)
-    assert continuous.run._cache_size() == compiled
+    assert continuous.run.num_compiled() == compiled
 
 
 def test_one_number_of_new_tokens_for_all_inside_jit():

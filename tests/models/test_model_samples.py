@@ -24,7 +24,7 @@ def prompts_of(family="qwen3_moe"):
 
 def programs():
     """How many programs have been compiled."""
-    return decoding.start._cache_size(), decoding.advance._cache_size()
+    return decoding.start.num_compiled(), decoding.advance.num_compiled()
 
 
 @functools.cache

@@ -19,7 +19,7 @@ generate, stream = jgg.models.generate, jgg.models.stream
 
 def programs():
     """How many programs have been compiled."""
-    return decoding.start._cache_size(), decoding.advance._cache_size()
+    return decoding.start.num_compiled(), decoding.advance.num_compiled()
 
 
 def assert_equal(got, wanted):

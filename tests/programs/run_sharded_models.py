@@ -267,12 +267,12 @@ def check_generation():
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
     for name in ("log_probabilities", "sampled_log_probabilities"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=0, atol=1e-5)
-    number = decoding.start._cache_size(), decoding.advance._cache_size()
+    number = decoding.start.num_compiled(), decoding.advance.num_compiled()
     stream = jgg.models.stream(model, TOKENS[:3], 4, **options, chunk=1)
     assert [new.shape for new in stream] == [(6, 1)] * 4
     for one, other in zip(stream.result(), got, strict=True):
         np.testing.assert_array_equal(one, other)
-    assert (decoding.start._cache_size(), decoding.advance._cache_size()) == number
+    assert (decoding.start.num_compiled(), decoding.advance.num_compiled()) == number
 
 
 def check_mask_and_choices():
