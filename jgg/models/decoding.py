@@ -30,15 +30,14 @@ def split_model(model: Decoder) -> tuple[nnx.GraphDef[Decoder], ModelState]:
 
     These are the forms of experts, and adapters in the dtype that they multiply in, which each token would cast again.
     """
-    split = nnx.split(model)
-    model = nnx.merge(*split)  # other variables of the same arrays
     if model.options.batch_invariant:
+        model = nnx.merge(*nnx.split(model))  # another module, of the same variables
         model.put_forms()
-    adapters = nnx.state(model, nnx.LoRAParam)
+    graphdef, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
     dtype = jnp.dtype(model.options.dtype)
     if any(array.dtype.itemsize > dtype.itemsize for array in jax.tree.leaves(adapters)):
-        nnx.update(model, _cast(adapters, dtype))
-    return nnx.split(model)
+        adapters = _cast(adapters, dtype)
+    return graphdef, nnx.merge_state(adapters, rest)
 
 
 @functools.partial(jax.jit, static_argnums=1)

@@ -52,6 +52,16 @@ def test_generation_takes_the_arrays_of_the_model(options):
     assert not made_for_generation(loaded("qwen3_moe", **options))
 
 
+def test_generation_casts_adapters_and_leaves_those_of_the_model():
+    model = loaded("qwen3_moe", dtype=jnp.bfloat16, lora_rank=2)
+    before = arrays_of(model)
+    adapters = jax.tree.leaves(nnx.state(model, nnx.LoRAParam))
+    assert {array.dtype for array in adapters} == {jnp.dtype("float32")}
+    made = made_for_generation(model)
+    assert {array.dtype for array in made} == {jnp.dtype("bfloat16")} and len(made) == len(adapters)
+    assert all(are_same(arrays_of(model), before))
+
+
 def test_forms_are_made_once_for_weights_and_freed_with_them():
     model = invariant(lora_rank=2)
     first, moe = made_for_generation(model), model.layers.moe
