@@ -33,6 +33,7 @@ _TILES_OF_STORED: tuple[tuple[float, Tile, int, int], ...] = (
 )
 _MOST_ROWS_OF_FP8 = 320  # which takes longer to dequantize before the product than MXFP4 takes to unpack
 _LEAST_ROWS_OF_STORED = 12  # with fewer, tiles of 16 rows are as fast
+_TILES_AT_ONCE, _TILES_OF_THIRD = 264, 44  # two for each multiprocessor of an H100, and one for each third of them
 _ROWS_OF_ONE_GROUP = 128  # up to which one matrix is read by tiles of few columns, so that all multiprocessors read it
 
 
@@ -74,12 +75,16 @@ def _choose_hopper(kind: type[KernelConfig], problem: GroupedGemmProblem) -> Ker
     """
     rows, columns, _ = kind.sizes(problem)
     fills_tiles = _has_rows_for_hopper(problem) and columns > 128 and (kind is not KernelConfigDW or rows > 128)
+    fills_tiles &= kind is not KernelConfigForward or not _has_few_tiles(problem)
     if not (problem.is_quantized or fills_tiles):
         return None
     gathers = _gathers_in_hopper(kind, problem)
     # narrow where rows are gathered: the next column of tiles gathers the same rows soon after
     band = 2 if gathers and not problem.is_quantized and kind is not KernelConfigDW else 8
     config, *_ = _hopper_configs(kind, problem)
+    is_one_matrix = kind is KernelConfigForward and problem.is_dense and not problem.is_quantized
+    if is_one_matrix and _num_tiles(problem, 256) <= _TILES_OF_THIRD:
+        config = hopper_config(kind, problem.w_layout, 128)  # 512 rows, K = 2048, N = 4096: 26 us rather than 34
     # short steps: more are loaded ahead, and less of a group's last is empty; in smaller groups stores take the time
     has_rows = problem.rows_of_groups >= _ROWS_FOR_SHORT_STEPS * problem.num_experts
     if kind is KernelConfigDW and has_rows and not gathers:
@@ -100,6 +105,18 @@ def _hopper_trials(kind: type[KernelConfig], problem: GroupedGemmProblem) -> lis
 def _has_rows_for_hopper(problem: GroupedGemmProblem) -> bool:
     """Whether groups have more rows, on average, than one warpgroup multiplies, or one group than plain tiles serve."""
     return problem.rows_of_groups > (_ROWS_OF_ONE_GROUP if problem.is_dense else 64) * problem.num_experts
+
+
+def _has_few_tiles(problem: GroupedGemmProblem) -> bool:
+    """Whether one matrix takes no more tiles of 64 x 64 than an H100's multiprocessors compute at once, two each.
+
+    Tiles of 256 x 256 would leave most of them idle: 256 rows, K = 2048 and N = 512 take 14 us rather than 35.
+    """
+    return problem.is_dense and not problem.is_symbolic and _num_tiles(problem, 64) <= _TILES_AT_ONCE
+
+
+def _num_tiles(problem: GroupedGemmProblem, size: int) -> int:
+    return math.ceil(problem.num_rows / size) * math.ceil(problem.out_features / size)
 
 
 def _gathers_in_hopper(kind: type[KernelConfig], problem: GroupedGemmProblem) -> bool:
@@ -233,6 +250,7 @@ def _is_slim(problem: GroupedGemmProblem, target: Target, columns: int) -> bool:
 def _reads_one_matrix(problem: GroupedGemmProblem, target: Target, num_columns: int) -> bool:
     """Whether few rows are multiplied by one matrix, of whose usual tiles there are fewer than multiprocessors."""
     is_read = problem.is_dense and problem.num_rows <= _ROWS_OF_ONE_GROUP and num_columns < 128 * target.num_sms
+    is_read |= _has_few_tiles(problem)
     return is_read and problem.rows_are_aligned and _has_wide_tiles(problem, target)
 
 
