@@ -1,5 +1,6 @@
 """`Decoder`: a whole mixture-of-experts language model in Flax NNX."""
 
+import dataclasses
 import math
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.core.arguments import as_array, check, check_instance
+from jgg.core.arguments import as_array, as_finite, as_flag, check, check_instance
 from jgg.core.choices import TARGETS
 from jgg.experts.sharding import MoESharding
 from jgg.linear.fp8 import Fp8
@@ -18,6 +19,7 @@ from jgg.models.loss import Scores, loss_of, losses_of, scores_of
 from jgg.models.modules import Options, set_params
 from jgg.models.stacks import new_stack
 from jgg.models.token_arrays import as_tokens, as_weights, check_shape
+from jgg.nnx import sow
 
 
 class Decoder(DecoderStacks):
@@ -168,6 +170,8 @@ class Decoder(DecoderStacks):
         topk_indices: ArrayLike | None = None,
         mask: ArrayLike | None = None,
         adapters: bool = True,
+        temperature: float = 1.0,
+        entropies: bool = False,
     ) -> jax.Array:
         """Returns the loss of each target, the negative logarithm of its probability, float32 [B, S].
 
@@ -180,10 +184,21 @@ class Decoder(DecoderStacks):
           targets: integer [B, S], from 0 to V - 1, the token that follows each of `tokens`. Other ids, including
             PyTorch's -100, raise ValueError; in a traced program their losses are NaN. To leave targets out, give them
             any id, and weight their losses with 0.
+          temperature: what logits are divided by, greater than 0. The losses are then the negative
+            `sampled_log_probabilities` of a `generate` with this temperature and without top_k, top_p, min_p.
+          entropies: whether to sow "entropies" as well, float32 [B, S]: those of the distributions that the losses are
+            of, in nats. They have no gradient.
         """
         tokens, targets = self._tokens_and_targets(tokens, targets)
+        temperature = as_finite("temperature", temperature)
+        check(temperature > 0, f"temperature must be greater than 0, got {temperature}.")
+        head = dataclasses.replace(self.head, temperature=temperature)
         x = self.features(tokens, segments, topk_indices, mask, adapters)
-        return losses_of(x, self.w_logits(x.dtype), targets, self.head, self.options.sharding)
+        entropies, sharding = as_flag("entropies", entropies), self.options.sharding
+        found = losses_of(x, self.w_logits(x.dtype), targets, head, sharding, entropies)
+        if found.entropies is not None:
+            sow(self, {"entropies": found.entropies})
+        return found.losses
 
     def loss(
         self,

@@ -11,6 +11,7 @@ from jax.typing import DTypeLike
 from jgg.core.manual_axes import alike
 from jgg.core.matrix import Matrix
 from jgg.experts.sharding import MoESharding
+from jgg.extend import barrier
 from jgg.linear import layer
 from jgg.linear.dense import dense_layer, dense_operands
 from jgg.linear.differentiable import Operands
@@ -28,6 +29,7 @@ class Head:
       implementation, batch_invariant: of the product, as in `jgg.linear.dense`.
       mapped: the sharding over whose devices `losses_by` maps the rows of logits that are split so; None for no map.
       softcap: what bounds the magnitude of the scaled logits, by tanh; None for no bound.
+      temperature: what losses divide the capped logits by.
     """
 
     scale: float = 1.0
@@ -36,6 +38,7 @@ class Head:
     batch_invariant: bool = False
     mapped: MoESharding | None = None
     softcap: float | None = None
+    temperature: float = 1.0
 
     def vocabulary(self, w: jax.Array) -> int:
         """V."""
@@ -45,10 +48,19 @@ class Head:
         """The logits of the model, scaled and capped, of those that `logits_of` gives."""
         return final_logits(logits, self.scale, self.softcap)
 
+    def tempered(self, logits: jax.Array) -> jax.Array:
+        """Final logits [..., V] at the temperature, less the largest of them: in bits those that `draw` draws by."""
+        if self.temperature == 1:
+            return logits
+        highest = jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))
+        # no constant, by whose reciprocal XLA would multiply
+        divisor = barrier(jnp.full_like(highest, self.temperature))
+        return jnp.where(logits == highest, 0.0, logits - highest) / divisor
+
     @property
     def of_final(self) -> Self:
-        """The same for logits that are final already."""
-        return dataclasses.replace(self, scale=1.0, softcap=None)
+        """The same for logits that are final already, at their temperature."""
+        return dataclasses.replace(self, scale=1.0, softcap=None, temperature=1.0)
 
     @property
     def of_gradients(self) -> Self:

@@ -18,8 +18,22 @@ from jgg.models.shard_map import map_sequences
 _LOGITS_BYTES = 2**29  # of float32 logits that exist at once, on each device
 
 
-def losses_of(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head, sharding: MoESharding | None) -> jax.Array:
-    """The negative logarithm of each target's probability, float32 [B, S].
+class Found(NamedTuple):
+    """Losses and, if they are asked for, entropies, float32 [B, S] each."""
+
+    losses: jax.Array
+    entropies: jax.Array | None
+
+
+def losses_of(
+    x: jax.Array,
+    w: jax.Array,
+    targets: jax.Array,
+    head: Head,
+    sharding: MoESharding | None,
+    entropies: bool = False,
+) -> Found:
+    """The negative logarithm of each target's probability, and the entropies, which have no gradient.
 
     The backward pass computes the logits again, part by part.
 
@@ -30,35 +44,42 @@ def losses_of(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head, shardi
         the weight 0.
       head: how logits are computed.
       sharding: how devices split sequences, or None.
+      entropies: whether to compute the entropy of the distribution that each target is of.
     """
     if sharding is None:
-        return _losses(*alike((x, w, targets)), head)
-    own = functools.partial(_losses, head=head)
+        return _losses(*alike((x, w, targets)), head, entropies)
+    own = functools.partial(_losses, head=head, entropies=entropies)
     tokens = sharding.token_spec
     return jax.shard_map(
         own, mesh=sharding.mesh, in_specs=(tokens, jax.P(), tokens), out_specs=tokens, check_vma=False
     )(x, w, targets)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnames=("head",))
-def _losses(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head) -> jax.Array:
-    return _losses_fwd(x, w, targets, head)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnames=("head", "entropies"))
+def _losses(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head, entropies: bool = False) -> Found:
+    return _losses_fwd(x, w, targets, head, entropies)[0]
 
 
-def _losses_fwd(x: jax.Array, w: jax.Array, targets: jax.Array, head: Head) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    def of_part(part: tuple[jax.Array, jax.Array]) -> Losses:
+def _losses_fwd(
+    x: jax.Array, w: jax.Array, targets: jax.Array, head: Head, entropies: bool
+) -> tuple[Found, tuple[jax.Array, ...]]:
+    def of_part(part: tuple[jax.Array, jax.Array]) -> tuple[Losses, jax.Array | None]:
         x, targets = part
-        return losses_by(logits_of(x, w, head), targets, head)
+        logits = logits_of(x, w, head)
+        found = losses_by(logits, targets, head)
+        return found, _entropies(head.tempered(head.final(logits)), found.log_sums) if entropies else None
 
     num_parts = _num_parts(x, head.vocabulary(w))
     parts = jax.lax.map(of_part, (_parts(x, num_parts), _parts(targets, num_parts)))
-    results = jax.tree.map(lambda each: _whole(each, targets.shape), parts)
-    return results.losses, (x, w, targets, *results)
+    results, found = jax.tree.map(lambda each: _whole(each, targets.shape), parts)
+    return Found(results.losses, found), (x, w, targets, *results)
 
 
-def _losses_bwd(head: Head, residuals: tuple[jax.Array, ...], d_losses: jax.Array) -> tuple[jax.Array, jax.Array, None]:
+def _losses_bwd(
+    head: Head, entropies: bool, residuals: tuple[jax.Array, ...], d: Found
+) -> tuple[jax.Array, jax.Array, None]:
     x, w, targets, *known = residuals
-    own = _differentiated(x, w, targets, d_losses, Losses(*known), head)
+    own = _differentiated(x, w, targets, d.losses, Losses(*known), head)
     return own.dx, own.dw.astype(w.dtype), None
 
 
@@ -128,7 +149,7 @@ def loss_of(
 
 @functools.partial(jax.custom_vjp, nondiff_argnames=("head",))
 def _loss(x: jax.Array, w: jax.Array, targets: jax.Array, weights: jax.Array, head: Head) -> jax.Array:
-    return _weighted_sum(_losses(x, w, targets, head), weights)
+    return _weighted_sum(_losses(x, w, targets, head).losses, weights)
 
 
 def _loss_fwd(
@@ -212,8 +233,10 @@ def losses_by(logits: jax.Array, targets: jax.Array, head: Head) -> Losses:
     """The losses of targets [...] by the logits [..., V] that `logits_of` gives, and the log sums of the final ones.
 
     On a GPU the bits of a token's loss do not depend on the other tokens. Logits that are scaled already, with a head
-    whose scale is 1, give the same bits.
+    whose scale is 1, give the same bits. So do logits at a temperature.
     """
+    if head.temperature != 1:
+        logits, head = head.tempered(head.final(logits)), head.of_final
 
     def of_rows(_: None, logits: jax.Array, targets: jax.Array) -> Losses:
         targets = barrier(targets)  # else the kernel might get a slice of tokens, which begins between 16 bytes
@@ -225,16 +248,23 @@ def losses_by(logits: jax.Array, targets: jax.Array, head: Head) -> Losses:
     return map_sequences(of_rows, head.mapped, None, logits, targets)
 
 
+def _entropies(logits: jax.Array, log_sums: jax.Array) -> jax.Array:
+    """The entropies of the distributions of logits [..., V], whose log sums are [...]."""
+    log_probabilities = logits - log_sums[..., None]
+    probabilities = jnp.exp(log_probabilities)
+    return -jnp.sum(jnp.where(probabilities > 0, probabilities * log_probabilities, 0.0), axis=-1)
+
+
 def _d_logits(logits: jax.Array, log_sums: jax.Array, targets: jax.Array, d_losses: jax.Array, head: Head) -> jax.Array:
     """The gradient of the result of `logits_of`, from the losses' gradient and the final logits."""
     vocabulary = logits.shape[-1]
     is_known = (targets >= 0) & (targets < vocabulary)
     d_losses = jnp.where(is_known | (d_losses == 0), d_losses, jnp.nan)
     is_target = targets[..., None] == jnp.arange(vocabulary, dtype=jnp.int32)[None, None]
-    factors = (d_losses * head.scale)[..., None]
+    factors = (d_losses * (head.scale / head.temperature))[..., None]
     if head.softcap is not None:
         factors *= 1 - jnp.square(logits / head.softcap)  # the derivative of tanh
-    return (jnp.exp(logits - log_sums[..., None]) - is_target.astype(jnp.float32)) * factors
+    return (jnp.exp(head.tempered(logits) - log_sums[..., None]) - is_target.astype(jnp.float32)) * factors
 
 
 def _num_parts(x: jax.Array, vocabulary: int) -> int:

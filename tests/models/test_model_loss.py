@@ -31,11 +31,11 @@ def one_sum(x, w, targets, weights, head=HEAD):
 
 
 def sum_of_losses(x, w, targets, weights, head=HEAD):
-    return jnp.sum(weights * loss.losses_of(x, w, targets, head, None))
+    return jnp.sum(weights * loss.losses_of(x, w, targets, head, None).losses)
 
 
 def sum_by_logits(x, w, targets, weights, head=HEAD):
-    logits = head.final(logits_of(x, w, head))
+    logits = head.final(logits_of(x, w, head)) / head.temperature
     return jnp.sum(weights * optax.softmax_cross_entropy_with_integer_labels(logits, targets))
 
 
@@ -53,6 +53,7 @@ def divide(monkeypatch, num_parts, num_blocks, num_logits):
         (HEAD, 4, 4),
         (Head(0.5, "enk"), 4, 2),
         (Head(0.5, softcap=2.0), 4, 2),
+        (Head(0.5, softcap=2.0, temperature=0.7), 4, 2),
         pytest.param(Head(implementation="interpret"), 4, 2, marks=pytest.mark.interpret),
     ],
 )
@@ -115,6 +116,33 @@ def test_scores_are_those_of_all_logits(head, monkeypatch):
     assert got.is_greedy[..., 1].all() and not got.is_greedy[..., 2].any()
 
 
+@pytest.mark.parametrize("head", [HEAD, Head(0.5, softcap=2.0, temperature=0.7)])
+def test_entropies_are_those_of_all_logits(head, monkeypatch):
+    x, w, targets = features(length=7)
+    divide(monkeypatch, 4, 1, 14 * 64)
+    logits = np.asarray(head.final(logits_of(x, w, head)), np.float64) / head.temperature
+    probabilities = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
+    found, pull_back = jax.vjp(lambda x: loss.losses_of(x, w, targets, head, None, True), x)
+    np.testing.assert_allclose(found.entropies, -(probabilities * np.log(probabilities)).sum(-1), rtol=1e-4, atol=1e-5)
+    (no_gradient,) = pull_back(loss.Found(jnp.zeros_like(found.losses), jnp.ones_like(found.losses)))
+    assert not no_gradient.any()
+
+
+def test_losses_at_a_temperature_are_the_sampler_s():
+    model, prompts = loaded("qwen3_moe"), [[5, 6, 7], [8, 9, 0]]
+    drawn = jgg.models.generate(
+        model, prompts, 4, lengths=[3, 2], temperature=0.7, seeds=[1, 2], num_samples=2, details=True
+    )
+    rows = drawn.training_rows(prompts, [3, 2])
+    call, options = nnx.capture(model.losses, nnx.Intermediate), {"temperature": 0.7, "entropies": True}
+    losses, sown = call(rows.tokens, rows.targets, mask=rows.mask, **options)
+    wanted = -np.asarray(rows.sampled_log_probabilities)[rows.is_new]
+    np.testing.assert_allclose(np.asarray(losses)[rows.is_new], wanted, rtol=1e-4, atol=1e-5)
+    assert 0 < sown["entropies"][0].min() <= sown["entropies"][0].max() < np.log(64)
+    with pytest.raises(ValueError, match="temperature must be greater than 0, got 0"):
+        model.losses(rows.tokens, rows.targets, temperature=0)
+
+
 def test_of_equally_likely_tokens_the_first_is_greedy():
     """As `generate` decodes: the others are no result of it."""
     x, w = jnp.ones((1, 2, 4)), jnp.ones((4, 6)).at[:, 0].set(0.0)
@@ -143,7 +171,7 @@ def test_targets_that_the_vocabulary_lacks_have_the_loss_nan():
 
     @jax.jit
     def run(targets, weights):
-        losses, pull_back = jax.vjp(lambda x, w: loss.losses_of(x, w, targets, HEAD, None), x, w)
+        losses, pull_back = jax.vjp(lambda x, w: loss.losses_of(x, w, targets, HEAD, None).losses, x, w)
         return pull_back(weights), losses, jax.value_and_grad(one_sum, argnums=(0, 1))(x, w, targets, weights)
 
     weights = is_known.astype(jnp.float32)

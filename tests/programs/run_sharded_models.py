@@ -323,7 +323,7 @@ def check_losses():
     )
 
     def by_target(x, w, weights, sharding):
-        return jnp.sum(weights * loss.losses_of(x, w, jnp.asarray(TOKENS), Head(), sharding))
+        return jnp.sum(weights * loss.losses_of(x, w, jnp.asarray(TOKENS), Head(), sharding).losses)
 
     def as_one_sum(x, w, weights, sharding):
         return loss.loss_of(x, w, jnp.asarray(TOKENS), weights, Head(), sharding)
