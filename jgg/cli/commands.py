@@ -7,6 +7,7 @@ from jgg.cli.arguments import file, positive_float, positive_int, prefix, seed
 from jgg.cli.declarations import Options, changed, option, switch
 from jgg.cli.evaluation.options import Evaluate
 from jgg.cli.generation.options import Generate
+from jgg.cli.grpo.options import Grpo
 from jgg.cli.training.options import Finetune, Train
 from jgg.core.choices import DTYPE_NAMES, FP8, GROUPS, IMPLEMENTATIONS, OPS, W_LAYOUTS
 
@@ -131,5 +132,5 @@ class Tune(Products):
 
 
 # fmt: on
-_CLASSES: tuple[type[Options], ...] = (Info, Demo, Bench, Evaluate, Finetune, Generate, Train, Tune)
+_CLASSES: tuple[type[Options], ...] = (Info, Demo, Bench, Evaluate, Finetune, Generate, Grpo, Train, Tune)
 COMMANDS = {options.__name__.lower(): options for options in _CLASSES}

@@ -106,7 +106,7 @@ def _arguments_of(flag: str, key: str, value: object, parser: Parser, option: De
             yield flag if value else f"--no-{flag.removeprefix('--')}"
     elif option.action == "append" and isinstance(value, list):
         yield from (f"{flag}={each}" for each in value)
-    elif isinstance(value, list) and (option.settings.get("nargs") == "+" or len(value) == 1):
+    elif isinstance(value, list) and ("nargs" in option.settings or len(value) == 1):
         yield from (flag, *map(str, value)) if flag else map(str, value)
     elif isinstance(value, list | dict):
         parser.error(f"argument {flag or key}: must be one value, got {value}")

@@ -12,6 +12,10 @@ FP8 = "fp8"
 FSDP_SPLITS = "experts", "features"
 EXCHANGES = "all_gather", "ragged_all_to_all"
 REMAT = "none", "attention", "names", "all"
+REWARD_SCALES = "group", "batch", "none"
+AGGREGATIONS = "token", "sequence", "constant"  # of the losses of tokens
+IMPORTANCES = "token", "sequence"
+KL_ESTIMATORS = "k1", "k2", "k3"
 EXPERTS = "bfloat16", "as-stored", FP8  # how commands load them
 TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # and the package that each needs
 

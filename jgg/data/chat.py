@@ -7,7 +7,7 @@ the messages before a turn, with the prompt for an answer, is compared with the 
 import bisect
 import datetime
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from jgg.data.tokenizers import (
     bytes_of_tokens,
     encode,
     is_special,
-    kind_and_text,
     last_token,
     special_token,
     text_of,
@@ -100,19 +99,19 @@ def texts_of(
     return _compared(conversation, turns)
 
 
-def prompt_of(tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools = None) -> str:
+def prompt_of(
+    tokenizer: Tokenizer, messages: Sequence[Message], tools: Tools = None, date: datetime.date | None = None
+) -> str:
     """Writes a conversation with the chat template, up to the start of the assistant's next answer.
+
+    Args:
+      tokenizer, messages, tools, date: as in `encode_conversation`.
 
     Raises: ValueError: the folder has no chat template, or the template fails.
     """
     if tokenizer.chat_template is None:
         raise ValueError(NO_TEMPLATE)
-    options: dict[str, Any] = {"conversation": messages, "tools": tools}  # it takes more than its annotations say
-    try:
-        text = tokenizer.apply_chat_template(**options, add_generation_prompt=True, tokenize=False)
-    except Exception as error:  # of any type: a template is a program
-        raise ValueError(f"the chat template fails: {kind_and_text(error)}") from error
-    return str(text)
+    return Conversation(tokenizer, messages, tools, date, None).text(len(messages), True)
 
 
 def _check(number: int, message: Message) -> None:

@@ -9,7 +9,7 @@ from jgg.core.files import check_regular
 from jgg.data.tables import table_rows
 
 
-def rows(path: str | os.PathLike[str]) -> Iterator[tuple[str, object]]:
+def rows(path: str | os.PathLike[str], *, needed: str | None = None) -> Iterator[tuple[str, object]]:
     """Reads the rows of a file one by one, each with a name for errors, such as "train.jsonl:3".
 
     Memory holds only one line, or some rows of a table, at a time.
@@ -18,21 +18,23 @@ def rows(path: str | os.PathLike[str]) -> Iterator[tuple[str, object]]:
       path: a JSONL file, in UTF-8 with or without a byte order mark, whose blank lines are ignored; a parquet or an
         Arrow file; or a folder that `datasets.Dataset.save_to_disk` wrote. A file is recognized by its content, not its
         name.
+      needed: a column that each table must have; all columns are then read. By default only columns of examples are.
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: it is none of these, a line is not JSON, or a table has no column that an example needs.
+      ValueError: it is none of these, a line is not JSON, or a table lacks a column.
     """
     path = Path(path)
     try:
         if path.is_dir():
             for part in _files_of_dataset(path):
-                yield from table_rows(part)
+                yield from table_rows(part, needed)
             return
         check_regular(path)
         with path.open("rb") as file:
             start = file.read(6)
-        yield from table_rows(path) if start.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff")) else _lines(path)
+        is_table = start.startswith((b"PAR1", b"ARROW1", b"\xff\xff\xff\xff"))
+        yield from table_rows(path, needed) if is_table else _lines(path)
     except OSError as error:
         raise type(error)(f"{path} must be a file that can be read: {error.strerror}") from error
 

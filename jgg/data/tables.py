@@ -12,11 +12,11 @@ COLUMNS = *("prompt", "completion", "text", "messages"), *("tools", "weight")
 ROWS_AT_ONCE = 256
 
 
-def table_rows(path: Path) -> Iterator[tuple[str, object]]:
+def table_rows(path: Path, needed: str | None = None) -> Iterator[tuple[str, object]]:
     """The rows of a table, each with its name, such as "train.parquet:3"; the first is 1.
 
-    A row has only the columns that an example may have, and no nulls: in a column of objects every row has all keys,
-    and templates would take a null key as given.
+    A row has only the columns that an example may have, or all columns if the table `needed` one, and no nulls: in a
+    column of objects every row has all keys, and templates would take a null key as given.
 
     Raises: ImportError, OSError, ValueError: see `rows`.
     """
@@ -28,10 +28,10 @@ def table_rows(path: Path) -> Iterator[tuple[str, object]]:
     check_regular(path)
     try:
         with _opened(path) as (names, batches):
-            if not any(kind <= set(names) for kind in KINDS):
-                expected = '"prompt" and "completion", "text" or "messages"'
+            if not any(kind <= set(names) for kind in (KINDS if needed is None else [{needed}])):
+                expected = '"prompt" and "completion", "text" or "messages"' if needed is None else f'"{needed}"'
                 raise ValueError(f"{path} must have the columns {expected}, got {', '.join(names) or 'none'}")
-            own = [name for name in COLUMNS if name in names]
+            own = [name for name in (COLUMNS if needed is None else names) if name in names]
             twice = [name for name in own if names.count(name) > 1]
             if twice:
                 raise ValueError(f"{path} must have each column once, got several of the name {twice[0]}")

@@ -1,5 +1,6 @@
 """Trains Flax NNX models: one loop for any loss, with checkpoints, metrics and speed measurements."""
 
+from jgg.train import grpo
 from jgg.train.checkpoints import TrainingError
 from jgg.train.compiling import compiler_options
 from jgg.train.logs import Log
@@ -22,6 +23,7 @@ __all__ = [
     "balance_weight",
     "compiler_options",
     "float32_masters",
+    "grpo",
     "held_out_loss",
     "next_token_loss",
     "pack_rows",

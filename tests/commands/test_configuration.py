@@ -55,7 +55,7 @@ def arguments_of(name, option):
     raise AssertionError(name)
 
 
-@pytest.mark.parametrize("command", ["finetune", "train", "generate", "evaluate"])
+@pytest.mark.parametrize("command", ["finetune", "train", "generate", "evaluate", "grpo"])
 def test_each_option_of_a_command_may_stand_in_a_file(command, folder):
     left_out = {"config", "prompt_file"}  # the last is not given with --prompt
     known = {name: each for name, each in COMMANDS[command].declared().items() if name not in left_out}

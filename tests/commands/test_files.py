@@ -111,6 +111,7 @@ REFUSED = {
     f"{TRAIN} --output new --checkpoints link/x": "got link/x, which is in new, of --output",
     f"{TRAIN} --output room-link --checkpoints room/x": "got room/x, which is in room-link, of --output",
     f"{TRAIN} --output empty": "--output must be new or an empty folder, got empty",
+    "grpo model --prompts data.jsonl --reward exact --output data": "{}/data.jsonl, which --prompts reads",
     "evaluate model --data data.jsonl --output data.jsonl": "got data.jsonl, which --data reads",
     "evaluate model --data data.jsonl --output linked.jsonl": "got linked.jsonl, which --data reads",
     "evaluate model --data data.jsonl --output results.json": "results.json is there and holds no results",

@@ -177,8 +177,8 @@ def test_what_was_learned_is_saved_if_only_the_end_of_a_log_or_a_checkpoint_is_n
     monkeypatch.setattr(results.AdapterOutput, "write", lambda *_: "where")
     monkeypatch.setattr(loop, "trainer_of", lambda *_: mock.Mock(model="model"))
     monkeypatch.setattr(loop, "records", records)
-    monkeypatch.setattr(loop, "measured", lambda *_: {"loss": 1.0})
-    monkeypatch.setattr(loop, "in_words", lambda *_: "step")
+    monkeypatch.setattr(loop.Run, "measured", lambda *_: {"loss": 1.0})
+    monkeypatch.setattr(loop.Run, "in_words", lambda *_: "step")
     monkeypatch.setattr(jgg.train.Log, "write", write)
     what = f"{tmp_path}/out.jsonl: No space left on device" if is_log else "checkpoints into ck: full"
     message = f"jgg: could not write {what}"

@@ -128,7 +128,7 @@ def _learn(
         with progress(training.steps, training.args.quiet) as tell:
             tell("compiling")
             for record in loop.records(training, trainer):
-                result.add(record, loop.measured(training, record, trainer))
+                result.add(record, training.measured(record, trainer))
                 if result.held_out and result.held_out[-1]["step"] == record.step:
                     batch = training.data.batches.of_step(record.step)
                     result.expert_load = expert_load(trainer.model, batch).tolist()

@@ -1,7 +1,9 @@
 """Fine-tunes a model of a Hugging Face folder, by adapters or whole."""
 
+import functools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -25,12 +27,19 @@ def run(args, load: Callable[..., jgg.models.Decoder] | None = None) -> int:
       load: (args, folder, sharding) -> the model, instead of reading it from the folder.
     """
     devices.join(args)
+    args.learning_rate = args.learning_rate or (1e-5 if args.full else 2e-4)
+    return train(args, lambda folder, config: loop.prepare(args, folder, folder, config), load)
+
+
+def train(
+    args, prepare: Callable[..., loop.Run], load: Callable[..., jgg.models.Decoder] | None = None, **more: Any
+) -> int:
+    """As `run`, with what `prepare` returns, by (folder, config), and further arguments of `jgg.models.load`."""
     with one_line():
         folder, output = model_folder(args.model), AdapterOutput(args.output, args.checkpoints)
         _check(args, output)
-        config = jgg.models.model_config(jgg.hf.read_config(folder))
-        training = loop.prepare(args, folder, folder, config)
-        model = (load or _load)(args, folder, training.sharding)
+        training = prepare(folder, jgg.models.model_config(jgg.hf.read_config(folder)))
+        model = (load or functools.partial(_load, **more))(args, folder, training.sharding)
     model, code = loop.fit(training, model, nnx.Param if args.full else nnx.LoRAParam)
     if args.full:
         place = write_model(model, args.output, training.data.end_tokens)
@@ -41,7 +50,7 @@ def run(args, load: Callable[..., jgg.models.Decoder] | None = None) -> int:
 
 
 def _check(args, output: AdapterOutput) -> None:
-    """Checks and settles options."""
+    """Checks options."""
     if args.full:
         folders.check(args)
         if args.experts != "bfloat16":
@@ -50,21 +59,22 @@ def _check(args, output: AdapterOutput) -> None:
         raise UsageError("--optimizer muon needs --full: Muon does not train adapters")
     else:
         folders.check(args, output.check)
-    args.learning_rate = args.learning_rate or (1e-5 if args.full else 2e-4)
 
 
-def _load(args, folder: Path, sharding: MoESharding | None) -> jgg.models.Decoder:
-    """Loads the model; raises UsageError if adapters are asked for and it has none of their matrices."""
+def _load(args, folder: Path, sharding: MoESharding | None, **more: Any) -> jgg.models.Decoder:
+    """Loads the model, by further arguments of `jgg.models.load`.
+
+    Raises: UsageError: adapters are asked for and the model has none of their matrices.
+    """
     adapters = {"lora_rank": args.lora_rank, "lora_alpha": args.lora_alpha, "lora_targets": tuple(args.targets)}
     model = jgg.models.load(
         folder,
-        dtype=jnp.bfloat16,
         experts=EXPERTS_BY_NAME[args.experts],
         remat=args.remat,
         sharding=sharding,
         rngs=nnx.Rngs(args.seed),
         show_progress=not args.quiet and loop.is_first(),
-        **{} if args.full else adapters,
+        **{"dtype": jnp.bfloat16, **({} if args.full else adapters), **more},
     )
     if not args.full and not nnx.state(model, nnx.LoRAParam):
         raise UsageError(f"--targets must name a matrix that the model has, got {', '.join(args.targets)}")

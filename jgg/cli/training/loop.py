@@ -1,10 +1,12 @@
 """Trains a model: the optimizer, the loop, its log, its lines and what is held out."""
 
 import contextlib
+import dataclasses
+import functools
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar
 
 import jax
 import numpy as np
@@ -16,7 +18,7 @@ import jgg.train
 from jgg.cli.console import progress
 from jgg.cli.errors import TERMINATED, enough_memory
 from jgg.cli.training import devices, folders
-from jgg.cli.training.data import Data, counted, data_of
+from jgg.cli.training.data import counted, data_of
 from jgg.core.quantized import count_numbers
 from jgg.data import lengths_of
 from jgg.experts.sharding import MoESharding
@@ -26,7 +28,6 @@ from jgg.train.losses import perplexity_of
 _B2 = 0.95  # of AdamW
 _CLIP = 1.0  # norm of all gradients
 _RMS = 0.2  # of Muon's updates, as of AdamW's, so that its rates fit
-_LESS_MEMORY = "--batch-size or --sequence-length, or more of --remat"
 
 
 def say(args, text: str) -> None:
@@ -67,8 +68,9 @@ def optimizer_of(args, schedule: optax.Schedule, shardings: object = None) -> op
     return optax.chain(optax.clip_by_global_norm(_CLIP), optimizer)
 
 
-class Run(NamedTuple):
-    """What a run has before there is a model.
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run has before there is a model; its methods are those of a run that learns the next tokens of texts.
 
     Attributes:
       args: the options, settled.
@@ -78,15 +80,66 @@ class Run(NamedTuple):
       schedule: the rate of each step, from 0.
       log: where measurements go.
       noted: what is noted about the run in addition to its options.
+      less_memory: options that take less memory.
     """
 
     args: Any
     sharding: MoESharding | None
-    data: Data
+    data: Any
     steps: int
     schedule: optax.Schedule
     log: jgg.train.Log
     noted: Mapping[str, object]
+    less_memory: ClassVar[str] = "--batch-size or --sequence-length, or more of --remat"
+
+    def loss_of(self, config: ModelConfig) -> Any:
+        """The loss of a Trainer."""
+        return jgg.train.next_token_loss(packed=self.args.packing, balance_weight=jgg.train.balance_weight(config))
+
+    def batch_of(self, trainer: jgg.train.Trainer, step: int) -> Any:
+        """The batch of a step."""
+        return self.data.batches.of_step(step)
+
+    def lengths_of(self, batch: Any) -> np.ndarray:
+        """The lengths of the sequences in a batch."""
+        return lengths_of(batch)
+
+    def measured(self, record: jgg.train.Record, trainer: jgg.train.Trainer) -> dict[str, float | None]:
+        """What a record says, by the names of the log, and now and then the loss of what is held out."""
+        speed, data, args = record.speed, self.data, self.args
+        values = {
+            "loss": float(np.mean(record.metrics["loss"])),
+            "learning_rate": self.rate(record),
+            "epoch": record.step * args.batch_size * args.accumulate / data.batches.num_sequences,
+            "expert_load": float(np.max(record.metrics["load"][-1])),
+            "expert_overflow": float(np.sum(record.metrics["overflow"][-1])),
+            "tokens_per_second": speed.tokens_per_second,
+            "mfu": speed.mfu,
+            "peak_memory_bytes": speed.peak_memory,
+            **data.skipped,
+        }
+        if self.evaluates(record):
+            place = None if self.sharding is None else self.sharding.named(self.sharding.token_spec)
+            loss = jgg.train.held_out_loss(
+                trainer.model, iter(data.held_out), packed=args.packing, batch_sharding=place
+            )
+            values |= {"eval_loss": loss, "eval_perplexity": perplexity_of(loss)}
+        return values
+
+    def rate(self, record: jgg.train.Record) -> float:
+        """The rate of a record's last step."""
+        return float(np.asarray(self.schedule(record.step - 1)))
+
+    def evaluates(self, record: jgg.train.Record) -> bool:
+        """Whether what is held out is measured at a record."""
+        return bool(self.data.held_out) and (record.step % self.args.eval_every == 0 or record.step == self.steps)
+
+    def in_words(self, record: jgg.train.Record, values: dict[str, float | None]) -> str:
+        """What a step measured, in one line."""
+        line = f"step {record.step}: loss {values['loss']:.4f}, {record.speed}"
+        if "eval_loss" in values:
+            line += f", held out: loss {values['eval_loss']:.4f}, perplexity {values['eval_perplexity']:.2f}"
+        return line
 
 
 def prepare(args, tokenizer: Path, model: Path, config: ModelConfig) -> Run:
@@ -97,14 +150,21 @@ def prepare(args, tokenizer: Path, model: Path, config: ModelConfig) -> Run:
     jgg.train.balance_weight(config)
     sharding = devices.sharding_of(args, config.moe.num_experts)
     data = data_of(args, tokenizer, model, config)
-    steps = data.steps(args)
-    noted = folders.noted_of(steps, data.batches.digest, data.date)
+    return Run(args, sharding, data, *begun(args, data, data.steps(args), data.batches.digest))
+
+
+def begun(args, data: Any, steps: int, digest: str) -> tuple[int, optax.Schedule, jgg.train.Log, dict[str, object]]:
+    """Says what is learned; returns the last attributes of a Run, from the steps on.
+
+    Raises: UsageError, OSError, ValueError, ImportError: the folder of the checkpoints or a tracker is wrong.
+    """
+    noted = folders.noted_of(steps, digest, data.date)
     folders.check_same(args, noted)
     say(args, f"{data.in_words()}, for {counted(steps, 'step')}")
     settings = {name: str(value) for name, value in args.noted().items()} | {"total_steps": steps}
     trackers = args.log_to if args.log_to and is_first() else ()
     log = jgg.train.Log(folders.beside(args.output, ".jsonl"), trackers=trackers, settings=settings)
-    return Run(args, sharding, data, steps, schedule_of(args, steps), log, noted)
+    return steps, schedule_of(args, steps), log, noted
 
 
 def fit(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> tuple[Decoder, int]:
@@ -113,7 +173,7 @@ def fit(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> tuple[Decoder
     Returns: the model, and the exit code: 1 if the log or the checkpoint of the last step could not be written.
     """
     args, steps, last = run.args, run.steps, 0
-    with enough_memory(_LESS_MEMORY):
+    with enough_memory(run.less_memory):
         trainer = trainer_of(run, model, wrt)
         try:
             for last in _told_steps(run, trainer):  # noqa: B007
@@ -154,11 +214,12 @@ def _told_steps(run: Run, trainer: jgg.train.Trainer) -> Iterator[int]:
                 folders.note(args, run.noted)  # now that the checkpoints are this run's alone
                 if record.step > 1:
                     say(args, f"goes on from step {record.step - 1}, which --checkpoints {args.checkpoints} has")
-            values = measured(run, record, trainer)
-            say(args, in_words(record, values))
+            values = run.measured(record, trainer)
+            words = run.in_words(record, values)
+            say(args, words)
             if is_first():
                 log.write(record.step, values)
-            tell(f"loss {values['loss']:.3f}", record.step - done)
+            tell(words.split(", ")[0].partition(": ")[2], record.step - done)
             done = record.step
 
 
@@ -167,7 +228,7 @@ def records(run: Run, trainer: jgg.train.Trainer) -> Any:
     args = run.args
     every = {args.log_every, args.eval_every} if run.data.held_out else {args.log_every}
     saving = {"checkpoints": args.checkpoints, "save_every": args.save_every}
-    return trainer.fit(run.data.batches.of_step, run.steps, every=every, first=True, **saving)
+    return trainer.fit(functools.partial(run.batch_of, trainer), run.steps, every=every, first=True, **saving)
 
 
 def trainer_of(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> jgg.train.Trainer:
@@ -180,38 +241,9 @@ def trainer_of(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> jgg.tr
     return jgg.train.Trainer(
         model,
         jgg.train.float32_masters(optimizer) if wrt is nnx.Param else optimizer,
-        jgg.train.next_token_loss(packed=args.packing, balance_weight=jgg.train.balance_weight(model.config)),
+        run.loss_of(model.config),
         wrt=wrt,
         accumulate=True,
-        lengths_of=lengths_of,
+        lengths_of=run.lengths_of,
         batch_sharding=None if sharding is None else sharding.named(jax.P(None, *sharding.token_spec)),
     )
-
-
-def measured(run: Run, record: jgg.train.Record, trainer: jgg.train.Trainer) -> dict[str, float | None]:
-    """What a record says, by the names of the log, and now and then the loss of what is held out."""
-    speed, data, args = record.speed, run.data, run.args
-    values = {
-        "loss": float(np.mean(record.metrics["loss"])),
-        "learning_rate": float(np.asarray(run.schedule(record.step - 1))),
-        "epoch": record.step * args.batch_size * args.accumulate / data.batches.num_sequences,
-        "expert_load": float(np.max(record.metrics["load"][-1])),
-        "expert_overflow": float(np.sum(record.metrics["overflow"][-1])),
-        "tokens_per_second": speed.tokens_per_second,
-        "mfu": speed.mfu,
-        "peak_memory_bytes": speed.peak_memory,
-        **data.skipped,
-    }
-    if data.held_out and (record.step % args.eval_every == 0 or record.step == run.steps):
-        place = None if run.sharding is None else run.sharding.named(run.sharding.token_spec)
-        loss = jgg.train.held_out_loss(trainer.model, iter(data.held_out), packed=args.packing, batch_sharding=place)
-        values |= {"eval_loss": loss, "eval_perplexity": perplexity_of(loss)}
-    return values
-
-
-def in_words(record: jgg.train.Record, values: dict[str, float | None]) -> str:
-    """What a step measured, in one line."""
-    line = f"step {record.step}: loss {values['loss']:.4f}, {record.speed}"
-    if "eval_loss" in values:
-        line += f", held out: loss {values['eval_loss']:.4f}, perplexity {values['eval_perplexity']:.2f}"
-    return line

@@ -65,12 +65,18 @@ class Data(Model):
 
 
 @dataclasses.dataclass(kw_only=True)
-class Training(Options):
-    """How it is learned."""
+class Batch(Options):
+    """What a step learns."""
 
     batch_size: int | None = _training("sequences per batch, over all devices together", positive_int,
         metavar="N", shown="4, or one for each device")
     accumulate: int = _training("batches accumulated per optimizer step", positive_int, 1, metavar="N")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Learning(Options):
+    """How it is learned."""
+
     epochs: float = _training("length of the run in epochs", positive_float, 1.0, metavar="EPOCHS",
         alternative="length", may_change=True)
     steps: int | None = _training("length of the run in optimizer steps, instead of --epochs", positive_int,
@@ -89,8 +95,13 @@ class Training(Options):
 
 
 @dataclasses.dataclass(kw_only=True)
-class Devices(Options):
-    """Over how many devices and processes a model is split."""
+class Training(Learning, Batch):
+    """Both."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class Mesh(Options):
+    """Over how many devices a model is split."""
 
     fsdp: int | None = _devices("devices that store matrices split", positive_int, metavar="N",
         shown="all devices / --expert", may_change=True)
@@ -104,6 +115,12 @@ class Devices(Options):
     buffer_factor: float | None = _devices(
         "buffer size per device, as a multiple of an even share of the routed tokens; rows beyond it are dropped",
         positive_float, metavar="X", shown="room for all rows")
+
+
+@dataclasses.dataclass(kw_only=True)
+class Devices(Mesh):
+    """Over how many devices and processes a model is split."""
+
     coordinator: str | None = _devices(
         "address of process 0, HOST:PORT, where several processes train together; auto: Slurm, Kubernetes or another"
         " environment that JAX knows says who takes part", metavar="ADDRESS", is_noted=False)

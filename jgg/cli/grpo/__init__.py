@@ -1,0 +1,1 @@
+"""What `jgg grpo` runs: answers to prompts are drawn, rewarded and learned, by the trainer of `jgg finetune`."""

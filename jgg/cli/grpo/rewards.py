@@ -1,0 +1,155 @@
+"""The reward of answers: a function of a Python file, in the form that TRL has, or one of those that are built in."""
+
+import importlib.util
+import inspect
+import math
+import re
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from jgg.cli.errors import UsageError
+from jgg.data.tokenizers import kind_and_text
+
+_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
+_LEFT_OUT = re.compile(r"\\text\s*\{[^{}]*\}|\\[$%,! ]|[$%\s]|\{(?=,\})|(?<=,)\}")  # from what is boxed, as in 1{,}234
+
+
+def exact(completions: Sequence[object], answer: Sequence[object], **_: object) -> list[float]:
+    """1 where a completion is the answer, up to white space around it."""
+    return [float(text_of(own).strip() == str(wanted).strip()) for own, wanted in zip(completions, answer, strict=True)]
+
+
+def number(completions: Sequence[object], answer: Sequence[object], **_: object) -> list[float]:
+    """1 where a completion's result, by `number_in`, is that of the answer."""
+
+    def is_right(own: float | None, wanted: float | None) -> bool:
+        return own is not None and wanted is not None and math.isclose(own, wanted, rel_tol=1e-9)
+
+    pairs = zip(completions, answer, strict=True)
+    return [float(is_right(number_in(text_of(own)), number_in(str(wanted)))) for own, wanted in pairs]
+
+
+def number_in(text: str) -> float | None:
+    r"""The number that a text gives as its result: in the last \boxed{}, else after the last ####, else the last one.
+
+    Commas in numbers and dollar signs are ignored. What is boxed must be a number alone.
+    """
+    boxed = _BOXED.findall(text)
+    if boxed:
+        found = _NUMBER.fullmatch(_LEFT_OUT.sub("", boxed[-1]))
+        return _value(found[0]) if found else None
+    _, mark, after = text.replace("\N{MINUS SIGN}", "-").rpartition("####")
+    first = _NUMBER.search(after.replace("$", "")) if mark else None
+    if first:
+        return _value(first[0])
+    return next((_value(each[0]) for each in reversed(list(_NUMBER.finditer(text)))), None)
+
+
+def text_of(completion: Any) -> str:
+    """The text of a completion, which is one of messages where the prompt is."""
+    return completion if isinstance(completion, str) else completion[-1]["content"]
+
+
+class Reward:
+    """A reward function and its name, as --reward gives it.
+
+    Args:
+      given: "exact", "number", FILE.py or FILE.py:NAME.
+      columns: the columns of the prompts, besides "prompt".
+
+    Raises: UsageError: there is no such function, or it has an argument that is no column.
+    """
+
+    def __init__(self, given: str, columns: Sequence[str]) -> None:
+        self.name = f"--reward {given}"
+        built_in: dict[str, Callable[..., Any]] = {"exact": exact, "number": number}
+        self._file = None if given in built_in else _file_of(given)
+        self._function = built_in[given] if self._file is None else _function_of(*self._file)
+        try:
+            parameters = inspect.signature(self._function).parameters.values()
+        except (TypeError, ValueError) as error:
+            raise UsageError(f"{self.name} must be a function of prompts and completions: {error}") from error
+        known = {"prompts", "completions", "completion_ids", *columns}
+        needed = {
+            p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
+        if needed - known:
+            got = ", ".join(sorted(columns)) or "none"
+            raise UsageError(f"{self.name} needs the column {min(needed - known)} of --prompts, which have {got}")
+        takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self._names = known if takes_all else known & {p.name for p in parameters}
+
+    def __call__(self, arguments: Mapping[str, Sequence[object]]) -> np.ndarray:
+        """The rewards of answers, float64 [answers]; ends the process in one line where the function is wrong.
+
+        Args:
+          arguments: "prompts", "completions", "completion_ids" and the columns, of each answer.
+        """
+        count = len(arguments["completions"])
+        try:
+            found = self._function(**{name: arguments[name] for name in self._names})
+        except Exception as error:  # of any type: it is a program
+            raise SystemExit(f"jgg: {self.name} fails{self._line_of(error)}: {kind_and_text(error)}") from error
+        try:
+            rewards = list(found)
+        except TypeError:
+            rewards = None
+        expected = f"jgg: {self.name} must return a list of {count} numbers"
+        if rewards is None or isinstance(found, str | dict):
+            raise SystemExit(f"{expected}, got {type(found).__name__} {found!r:.80}")
+        if len(rewards) != count:
+            raise SystemExit(f"{expected}, one for each completion, got {len(rewards)}")
+        return np.array([_finite(each, place, expected) for place, each in enumerate(rewards)])
+
+    def _line_of(self, error: Exception) -> str:
+        """Where in the file an error was raised."""
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame.lineno for frame in frames if self._file and frame.filename == str(self._file[0])]
+        return f" in line {own[-1]}" if own else ""
+
+
+def _finite(value: Any, place: int, expected: str) -> float:
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError, OverflowError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise SystemExit(f"{expected} that are finite, got {value!r:.80} as number {place + 1}")
+    return number
+
+
+def _file_of(given: str) -> tuple[Path, str]:
+    """The file, and the name of the function in it."""
+    path, _, name = given.rpartition(":") if not given.endswith(".py") else (given, "", "reward")
+    if not path.endswith(".py") or not name.isidentifier():
+        raise UsageError(f"--reward must be exact, number, FILE.py or FILE.py:NAME, got {given}")
+    return Path(path).absolute(), name
+
+
+def _function_of(path: Path, name: str) -> Callable[..., Any]:
+    """Runs a file, and returns its function of a name."""
+    spec = importlib.util.spec_from_file_location(f"_jgg_reward_{path.stem}", path)
+    if spec is None or spec.loader is None or not path.is_file():
+        raise UsageError(f"--reward must be a file that can be read, got {path}")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses and pickle look there
+    sys.path.insert(0, str(path.parent))  # of what it imports, as for a program
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # of any type: it is a program
+        raise UsageError(f"--reward {path} cannot be imported: {kind_and_text(error)}") from error
+    function = getattr(module, name, None)
+    if not callable(function):
+        own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
+        raise UsageError(f"--reward {path} must have a function {name}, got {', '.join(own) or 'none'}")
+    return function
+
+
+def _value(text: str) -> float:
+    return float(text.replace(",", ""))
