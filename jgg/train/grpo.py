@@ -23,8 +23,8 @@ def advantages(rewards: ArrayLike, *, scale: str = "group") -> np.ndarray:
 
     Args:
       rewards: number [P, S], of S answers to each of P prompts, S at least 2.
-      scale: what the differences are divided by: "group", the standard deviation of the prompt's rewards; "batch", that
-        of all rewards; "none", nothing. Deviations are those of a sample, with S - 1 in the denominator.
+      scale: what the differences are divided by: "group", the standard deviation of the prompt's rewards; "batch", the
+        deviation of all rewards; "none", nothing. Deviations are those of a sample, with S - 1 in the denominator.
 
     Source: GRPO, https://arxiv.org/abs/2402.03300; "batch", https://arxiv.org/abs/2508.08221; "none", Dr. GRPO,
       https://arxiv.org/abs/2503.20783.
@@ -92,8 +92,8 @@ def policy_loss(
       importance: "token", each token has its ratio; "sequence", all tokens of an answer have their geometric mean.
       reference: float32 [R, W], the log-probabilities by the reference model; None without a KL penalty.
       kl: weight of D, an estimate of the divergence from the reference by each token.
-      kl_estimator: D by d = reference - log_probabilities: "k1", -d; "k2", d^2 / 2; "k3", exp(d) - d - 1. The gradient
-        of k1 is that of k2: the mean of its own is 0, so it would penalize nothing.
+      kl_estimator: D by d = reference - log_probabilities: "k1", -d; "k2", d^2 / 2; "k3", exp(d) - d - 1. k1 has the
+        gradient of k2: the mean of its own is 0, so it would penalize nothing.
 
     Returns: the loss, and means over the learned tokens by name: "clipped", the share of tokens whose gradient a bound
       takes away; "difference", the largest |log_probabilities - old|; and, with a reference, "kl".
@@ -146,7 +146,7 @@ def batch_of(
       rows: sampled rows, from `Generated.training_rows`.
       weights: float32 [R, W], from `token_weights(rows.is_new)`.
       advantages: float32, R numbers, from `advantages`.
-      parts: into how many parts of the same size the rows are divided; the loss is that of the whole batch.
+      parts: into how many parts of the same size the rows are divided; the loss stays the whole batch's.
       replay: whether the trainer uses the experts that the sampler chose.
       at_temperature: whether ratios are taken of the probabilities that the tokens were drawn with.
     """
@@ -171,7 +171,7 @@ def loss_of(
 
     Args:
       kl: as in `policy_loss`; above 0, the model must have adapters: without them it is the reference.
-      temperature: that of the sampler. The log-probabilities are those at this temperature.
+      temperature: the sampler's, at which the log-probabilities are computed.
       options: others of `policy_loss`.
 
     Returns:

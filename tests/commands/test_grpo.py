@@ -141,7 +141,7 @@ def answers(rewards, first):
     rewards = np.array(rewards)
     numbers = first + np.arange(rewards.size)
     fields = [np.repeat(numbers[:, None], 3, axis=1) for _ in TrainingRows._fields[:-1]]
-    choices = np.broadcast_to(numbers[None, :, None, None], (2, rewards.size, 3, 1))
+    choices = np.broadcast_to(numbers[:, None, None, None], (rewards.size, 2, 3, 1))
     return Answers(TrainingRows(*fields, choices), rewards, numbers.reshape(rewards.shape), rewards > 5)
 
 
@@ -152,7 +152,7 @@ def test_prompts_that_teach_nothing_are_replaced():
     assert new.rewards.tolist() == [[3, 4], [0, 1], [5, 6]]
     wanted = [10, 11, 2, 3, 14, 15]
     assert new.lengths.ravel().tolist() == wanted and new.rows.tokens[:, 0].tolist() == wanted
-    assert new.rows.topk_indices[1, :, 2, 0].tolist() == wanted and own.rows.tokens[0, 0] == 0
+    assert new.rows.topk_indices[:, 1, 2, 0].tolist() == wanted and own.rows.tokens[0, 0] == 0
 
 
 NUMBERS = {

@@ -29,8 +29,8 @@ class Prompts(NamedTuple):
     """The prompts of some files.
 
     Attributes:
-      prompts: those that are not too long.
-      columns: what rows have besides "prompt"; a row that lacks one has None.
+      prompts: all that are short enough.
+      columns: the other columns of the rows; a row that lacks one has None.
       num_left_out: how many were too long.
       digest: hex digest of the tokens and the rows.
     """
@@ -48,8 +48,8 @@ class Prompts(NamedTuple):
     def of_batch(self, number: int, size: int, seed: int) -> list[Prompt]:
         """The prompts of a batch, from 0: each prompt once in an epoch, in an order of its own."""
         count = len(self.prompts)
-        places = np.arange(number * size, (number + 1) * size)
-        epochs = set((places // count).tolist())
+        places = range(number * size, (number + 1) * size)
+        epochs = {place // count for place in places}
         orders = {epoch: np.random.default_rng((seed, epoch)).permutation(count) for epoch in epochs}
         return [self.prompts[orders[place // count][place % count]] for place in places]
 

@@ -1,4 +1,4 @@
-"""The reward of answers: a function of a Python file, in the form that TRL has, or one of those that are built in."""
+"""The reward of answers: a function of a Python file, in the form that TRL has, or a built-in one."""
 
 import importlib.util
 import inspect
@@ -26,7 +26,7 @@ def exact(completions: Sequence[object], answer: Sequence[object], **_: object) 
 
 
 def number(completions: Sequence[object], answer: Sequence[object], **_: object) -> list[float]:
-    """1 where a completion's result, by `number_in`, is that of the answer."""
+    """1 where a completion's result, by `number_in`, equals the answer's."""
 
     def is_right(own: float | None, wanted: float | None) -> bool:
         return own is not None and wanted is not None and math.isclose(own, wanted, rel_tol=1e-9)
@@ -61,7 +61,7 @@ class Reward:
 
     Args:
       given: "exact", "number", FILE.py or FILE.py:NAME.
-      columns: the columns of the prompts, besides "prompt".
+      columns: the columns of the prompts, without "prompt".
 
     Raises: UsageError: there is no such function, or it has an argument that is no column.
     """

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -21,7 +22,7 @@ class Answers(NamedTuple):
     """Answers to P prompts, S to each, whose rows are next to each other.
 
     Attributes:
-      rows: TrainingRows of NumPy arrays.
+      rows: TrainingRows of NumPy arrays, also topk_indices with the rows first: int32 [R, L, W, k].
       rewards: float64 [P, S].
       lengths: int [P, S], in tokens.
       is_cut: bool [P, S], where no stop token ended the answer.
@@ -40,19 +41,12 @@ class Answers(NamedTuple):
     def replaced(self, places: np.ndarray, other: "Answers", others: np.ndarray) -> "Answers":
         """These answers with those to some prompts, at `places`, replaced by other answers, at `others`."""
 
-        def of_prompts(own: np.ndarray, new: np.ndarray, axis: int = 0) -> np.ndarray:
-            own, new = (np.moveaxis(each, axis, 0) for each in (own, new))
-            result = own.reshape(*self.rewards.shape, *own.shape[1:]).copy()
-            result[places] = new.reshape(result.shape)[others]
-            return np.moveaxis(result.reshape(own.shape), 0, axis)
+        def of_prompts(own: np.ndarray, new: np.ndarray) -> np.ndarray:
+            result, new = (each.reshape(len(self.rewards), -1) for each in (own.copy(), new))
+            result[places] = new[others]
+            return result.reshape(own.shape)
 
-        fields = zip(self.rows[:-1], other.rows[:-1], strict=True)
-        rows: list[Any] = [of_prompts(*pair) for pair in fields]
-        choices = of_prompts(self.rows.topk_indices, other.rows.topk_indices, axis=1)
-        result = [self.rewards.copy(), self.lengths.copy(), self.is_cut.copy()]
-        for own, new in zip(result, other[1:], strict=True):
-            own[places] = new[others]
-        return Answers(TrainingRows(*rows, choices), *result)
+        return jax.tree.map(of_prompts, self, other)
 
 
 class Sampler:
@@ -120,24 +114,24 @@ class Sampler:
                 "sampling_seconds": time.perf_counter() - start,
             }
         )
-        weights = grpo.token_weights(answers.rows.is_new, args.aggregation, max_length=args.max_new_tokens)
+        rows = answers.rows._replace(topk_indices=np.moveaxis(answers.rows.topk_indices, 1, 0))
+        weights = grpo.token_weights(rows.is_new, args.aggregation, max_length=args.max_new_tokens)
         advantages = grpo.advantages(rewards, scale=args.scale_rewards)
         options = {"parts": args.accumulate, "replay": args.replay, "at_temperature": args.temperature != 1}
-        return grpo.batch_of(answers.rows, weights, advantages, **options)
+        return grpo.batch_of(rows, weights, advantages, **options)
 
     def _answers(self, model: jgg.models.Decoder, prompts: Sequence[Prompt], number: int, again: int) -> Answers:
         """Answers to the prompts of a batch; `again` counts the further draws of the same batch."""
         args = self._args
         seeds = np.random.default_rng((args.seed, 1, number, again)).integers(2**31, size=len(prompts))
         drawn, rows = self._sample(model, prompts, seeds, args.temperature, args.samples)
-        if not args.replay:
-            rows = rows._replace(topk_indices=rows.topk_indices[:0])
+        choices = jnp.moveaxis(rows.topk_indices if args.replay else rows.topk_indices[:0], 1, 0)
         shape = len(prompts), args.samples
         lengths, tokens = np.asarray(drawn.lengths), np.asarray(drawn.tokens)
         last = tokens[np.arange(len(tokens)), np.maximum(lengths - 1, 0)]
         is_cut = ~np.isin(last, self._stops)
         rewards = self._rewards([prompt for prompt in prompts for _ in range(args.samples)], drawn)
-        whole = TrainingRows(*map(np.asarray, rows))
+        whole = jax.device_get(rows._replace(topk_indices=choices))
         return Answers(whole, rewards.reshape(shape), lengths.reshape(shape), is_cut.reshape(shape))
 
     def _sample(
