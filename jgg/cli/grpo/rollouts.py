@@ -12,10 +12,9 @@ from flax import nnx
 import jgg.models
 from jgg.cli.grpo.prompts import Data, Prompt
 from jgg.cli.grpo.rewards import Reward
+from jgg.data.tokenizers import Tokenizer, special_token
 from jgg.models.rollouts import Generated, TrainingRows
 from jgg.train import grpo
-
-type Tokenizer = Any
 
 
 class Answers(NamedTuple):
@@ -54,8 +53,8 @@ class Sampler:
 
     def __init__(self, args, data: Data, tokenizer: Tokenizer, reward: Reward) -> None:
         self._args, self._data, self._tokenizer, self._reward = args, data, tokenizer, reward
-        own_end = tokenizer.eos_token_id
-        self._stops = list(dict.fromkeys([*data.end_tokens, *([] if own_end is None else [own_end])]))
+        own_end = special_token(tokenizer, "eos_token_id")
+        self._stops: list[int] = [*data.end_tokens, *([] if own_end is None else [own_end])]
         self._batch: tuple[int, dict[str, np.ndarray]] | None = None
         self._told: list[dict[str, float]] = []  # what is measured of each batch since the last report
         self._before: dict[str, float] = {}  # the means of that report
