@@ -137,9 +137,14 @@ def _divergence(d: jax.Array, estimator: str) -> jax.Array:
 
 
 def batch_of(
-    rows: TrainingRows, weights: ArrayLike, advantages: ArrayLike, *, parts: int = 1, replay: bool = False,
+    rows: TrainingRows,
+    weights: ArrayLike,
+    advantages: ArrayLike,
+    *,
+    parts: int = 1,
+    replay: bool = False,
     at_temperature: bool = False,
-) -> dict[str, np.ndarray]:  # fmt: skip
+) -> dict[str, np.ndarray]:
     """Returns a batch for a `Trainer` with `accumulate=True` and the loss of `loss_of`.
 
     Args:
