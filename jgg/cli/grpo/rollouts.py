@@ -141,7 +141,6 @@ class Sampler:
         longest = max([self._data.learned.longest, *held_out])  # one shape, for one program
         lengths = np.array([len(prompt.ids) for prompt in prompts], np.int32)
         padded = np.array([prompt.ids + [0] * (longest - len(prompt.ids)) for prompt in prompts], np.int32)
-        rows: dict[str, Any] = {} if self._args.rows is None else {"rows": self._args.rows}
         drawn = jgg.models.generate(
             model,
             padded,
@@ -152,7 +151,7 @@ class Sampler:
             num_samples=samples,
             stop_tokens=self._stops,
             details=True,
-            **rows,
+            rows=self._args.rows,
         )
         return drawn, drawn.training_rows(padded, lengths)
 
