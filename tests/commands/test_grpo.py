@@ -326,7 +326,7 @@ def test_problems_of_the_example_have_their_answers():
         assert example.reward_of(wanted, "") == 0
 
 
-@pytest.mark.thorough
+@pytest.mark.sweep
 def test_the_example_teaches(folder, capsys, monkeypatch):
     monkeypatch.setattr(example, "new_problem", lambda rng: ("t5 t6" + " t7" * int(rng.integers(2)), []))
     monkeypatch.setattr(example, "reward_of", lambda wanted, text: np.mean([word == "t9" for word in text.split()]))
