@@ -1,4 +1,4 @@
-"""The tiles of kernels that are no grouped GEMM: one table, parts of which a tuned file may replace.
+"""The tiles of kernels that are no grouped GEMM: one table, whose entries a tuned file may replace.
 
 GEMMs have configurations (`kernel_configs`), and the router's logits choose among several tiles (`products.logits`).
 What the results of two kernels must share, such as the keys that a softmax takes at once, is no tile.

@@ -61,7 +61,7 @@ def run(
     *,
     plan: Plan,
 ) -> New:
-    """The new tokens of all rows, of which `plan.rows` run at once.
+    """The new tokens of all rows; `plan.rows` run at once.
 
     Args:
       graphdef, state: of the model, as `split_model` gives them.

@@ -38,8 +38,7 @@ def put_forms(layers: Layer, options: Options) -> None:
     """Puts what forward products read in place of experts' weights that a recipe multiplies in FP8.
 
     Making it for each token would mean reading all experts, whichever ones the token chose. A sharded model does so.
-    Of weights that are trained it takes one byte per weight on top of them, and is kept as long as they are: see
-    `kept_forms`.
+    For trained weights it takes one more byte per weight, and is kept as long as the weights: see `kept_forms`.
     """
     recipe = layers.moe.quantization if hasattr(layers, "moe") else None
     if recipe is None or options.sharding is not None:

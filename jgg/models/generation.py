@@ -105,9 +105,8 @@ def generate(
       prefill_chunk: how many tokens of each prompt run through the model at once; fewer take less memory for long
         prompts. None for all.
       rows: how many rows run at once, at least num_samples: as rows end, the next prompts take their place
-        (continuous batching). Memory for keys and values is then that of this many rows. None for all B * num_samples.
-        Tokens do not depend on it, except for rounding; with `batch_invariant`, they and their log-probabilities are
-        the same bits.
+        (continuous batching), and only this many rows take memory for keys and values. None for all B * num_samples.
+        Results do not depend on it, except for rounding; with `batch_invariant`, all bits are the same.
 
     Returns: the new tokens, int32 [B * num_samples, N], with the rows of a prompt next to each other. Once the model's
       logits are NaN, the rest of a row is -1. With details, a `Generated` that has them as `tokens`.

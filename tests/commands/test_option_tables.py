@@ -8,11 +8,12 @@ from jgg.cli.commands import COMMANDS
 from jgg.cli.declarations import REQUIRED
 from tests.support.processes import ROOT
 
-ELSEWHERE = {"train": ["fine-tune"]}  # pages whose tables the command's page refers to
+ELSEWHERE = {"train": ["fine-tune"], "grpo": ["fine-tune"]}  # pages whose tables the command's page refers to
 IN_PROSE = {  # options that a page explains outside its table
     "evaluate": {"data", "tasks", "include_path", "coordinator", "processes", "process"},
     "finetune": {"data", "split"},
     "train": {"data"},
+    "grpo": {"prompts", "reward"},
 }
 OF_DEVICES = {"fsdp", "expert", "fsdp_splits", "exchange", "buffer_factor"}  # a section of train.md explains them
 
