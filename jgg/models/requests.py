@@ -133,7 +133,8 @@ def _limits(max_new_tokens: ArrayLike, batch: int, num_samples: int) -> tuple[in
     check(known is not None, "max_new_tokens must be known outside of jax.jit, got a traced array.")
     assert known is not None
     check((known >= 1).all(), f"max_new_tokens must have numbers of 1 or more, got {known.tolist()}.")
-    limits = jnp.broadcast_to(saturated_int32(array).reshape(batch, -1), (batch, num_samples))
+    each = saturated_int32(array)
+    limits = jnp.broadcast_to(each[:, None] if each.ndim == 1 else each, (batch, num_samples))
     return int(known.max(initial=1)), limits
 
 

@@ -85,6 +85,11 @@ def test_one_number_of_new_tokens_for_all_inside_jit():
     assert (got.lengths == 6).all()
 
 
+def test_no_prompts_have_no_limits_either():
+    model, none = loaded("qwen3_moe"), np.zeros((0, 3), np.int32)
+    assert jgg.models.generate(model, none, [], rows=2, num_samples=2).shape == (0, 1)
+
+
 @pytest.mark.parametrize(
     ("rows", "limits", "message"),
     [
