@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import jgg.models.operations.norm as norms
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
+from jgg.launching.tiles import TILES
 from jgg.models.operations.norm import NORM, NORM_BACKWARD, Norm, NormBackward, rms_norm
 from jgg.models.operations.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward, rotate
 from jgg.products.add_gated import ADD_GATED, AddGated
@@ -58,7 +58,9 @@ def norm_gradients64(x, scale, dy):
 @pytest.mark.parametrize("has_added", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 96), (33, 17), (5, 2880), (3, 7168), (2, 9000), (2, 20000), (0, 16)])
 def test_norm(rows, columns, has_added, implementation, dtype, monkeypatch):
-    monkeypatch.setattr(norms, "_PROGRAMS", 8)  # so that a program of the backward pass has several rows
+    monkeypatch.setitem(
+        TILES["norm_backward_kernel"], "programs", 8
+    )  # so that a program of the backward pass has several rows
     x, added, dy, d_total = random(columns, *[(rows, columns)] * 4, dtype=dtype)
     (scale,) = random(1, (columns,), dtype=dtype)
     added, d_total = (added, d_total) if has_added else (None, None)
