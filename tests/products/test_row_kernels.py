@@ -58,9 +58,7 @@ def norm_gradients64(x, scale, dy):
 @pytest.mark.parametrize("has_added", [False, True])
 @pytest.mark.parametrize(("rows", "columns"), [(1, 96), (33, 17), (5, 2880), (3, 7168), (2, 9000), (2, 20000), (0, 16)])
 def test_norm(rows, columns, has_added, implementation, dtype, monkeypatch):
-    monkeypatch.setitem(
-        TILES["norm_backward_kernel"], "programs", 8
-    )  # so that a program of the backward pass has several rows
+    monkeypatch.setitem(TILES["norm_backward_kernel"], "programs", 8)  # which have several rows each
     x, added, dy, d_total = random(columns, *[(rows, columns)] * 4, dtype=dtype)
     (scale,) = random(1, (columns,), dtype=dtype)
     added, d_total = (added, d_total) if has_added else (None, None)
