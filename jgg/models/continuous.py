@@ -147,14 +147,17 @@ def _put(rows: jax.Array, axis: int, array: jax.Array, own: jax.Array) -> jax.Ar
 
 
 def _put_caches(caches: Caches, own: Caches, rows: jax.Array, num_samples: int) -> Caches:
-    """The caches [layers, R, ...] with those of prompts in some rows, from the first position on, one row at a time.
+    """The caches [layers, R, ...] with those of prompts in some rows, and zeros past them.
 
-    One row at a time, since an update of a slice is done in place, without copies of the prompts' caches for each row.
+    A NaN that the row before left there would reach tokens that do not attend to it, as 0 * NaN is NaN. The caches are
+    put one row at a time, since an update of a slice is done in place, without copies of them for each row.
     """
 
     def put(number: jax.Array, caches: Caches) -> Caches:
         def put_row(array: jax.Array, own: jax.Array) -> jax.Array:
             row = jax.lax.dynamic_slice_in_dim(own, number // num_samples, 1, axis=1)
+            missing = [(0, size - has) for size, has in zip(array.shape[2:], own.shape[2:], strict=True)]
+            row = jnp.pad(row, ((0, 0), (0, 0), *missing))
             return jax.lax.dynamic_update_slice(array, row, (0, rows[number], *(0,) * (array.ndim - 2)))
 
         return jax.tree.map(put_row, caches, own)

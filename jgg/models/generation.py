@@ -77,7 +77,7 @@ def generate(
       model: the model.
       tokens: integer [B, S], one prompt per row, S at least 1. Pad shorter prompts at the end, with any number.
       max_new_tokens: how many tokens to add to each prompt, at least 1; a number for all prompts, integers [B], or
-        integers [B, num_samples]. N is the largest.
+        integers [B, num_samples], which must be known inside `jax.jit`. N is the largest.
       lengths: integer [B], the lengths of the prompts, from 1 to S; the rest of a row is not read. None if all prompts
         have S tokens.
       temperature: sampling temperature, a number for all prompts, or numbers [B]; 0 decodes greedily.
@@ -185,5 +185,7 @@ def stream(
     Raises: ValueError, TypeError: as in `generate`, immediately.
     """
     size = as_int("chunk", chunk, 1)
+    if "rows" in options:
+        raise TypeError(f"rows must be given to generate alone, got {options['rows']} in stream.")
     given: dict[str, Any] = dict(generate.__kwdefaults__ or {}, **options, details=details)
     return Stream(model, asked(model, tokens, max_new_tokens, **given), size)

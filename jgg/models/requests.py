@@ -123,9 +123,13 @@ def asked(
 
 def _limits(max_new_tokens: ArrayLike, batch: int, num_samples: int) -> tuple[int, jax.Array | None]:
     """The most new tokens of a row, and those of each, int32 [B, num_samples]; None if all have as many."""
-    if np.ndim(max_new_tokens) == 0:
+    try:
+        rank = np.ndim(max_new_tokens)
+    except ValueError:  # of lists of different lengths, which `as_integers` tells by name
+        rank = 2
+    if rank == 0:
         return as_int("max_new_tokens", max_new_tokens, 1), None
-    shape = (batch,) if np.ndim(max_new_tokens) == 1 else (batch, num_samples)
+    shape = (batch,) if rank == 1 else (batch, num_samples)
     axes = "[B]" if len(shape) == 1 else "[B, num_samples]"
     array, known = as_integers("max_new_tokens", max_new_tokens, axes)
     expected = f"a number, [B] or [B, num_samples], {[batch, num_samples]}"

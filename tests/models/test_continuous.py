@@ -69,6 +69,19 @@ def test_a_row_that_ends_in_nan_makes_room():
     assert_same(jgg.models.generate(model, prompts, limits, details=True, rows=2, **options), want)
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.sweep)])
+def test_what_a_row_left_in_its_cache_reaches_no_later_prompt(family):
+    """A token makes the state NaN where no later prompt has a token yet."""
+    model, draw = loaded(family), np.random.default_rng(0)
+    prompts, options = draw.integers(1, 30, (8, 5)), {"temperature": 1.5, "seeds": np.arange(8), "details": True}
+    usual = jgg.models.generate(model, prompts, 12, **options)
+    bad = next(token for token in range(30, 64) if 0 < (np.asarray(usual.tokens) == token).any(axis=1)[:6].sum() < 4)
+    model.w_embedding.set_value(model.w_embedding.get_value().at[bad].set(jnp.nan))
+    want = jgg.models.generate(model, prompts, 12, **options)
+    assert 0 < (want.lengths < 12).sum() < 6
+    assert_same(jgg.models.generate(model, prompts, 12, rows=1, **options), want)
+
+
 def test_enough_rows_for_all_run_the_usual_programs():
     model, (prompts, limits, options) = loaded("qwen3_moe"), request()
     compiled = continuous.run.num_compiled()
@@ -97,12 +110,13 @@ def test_no_prompts_have_no_limits_either():
         (0, 3, "rows must be a positive int, got 0."),
         (4, [1, 2], "max_new_tokens must be a number, [B] or [B, num_samples], [7, 2], got [2]."),
         (None, [[1] * 3] * 7, "max_new_tokens must be a number, [B] or [B, num_samples], [7, 2], got [7, 3]."),
+        (None, [[1, 2], *[[1]] * 6], "max_new_tokens must be an array"),
         (None, [0] * 7, "max_new_tokens must have numbers of 1 or more, got [0, 0, 0, 0, 0, 0, 0]."),
     ],
 )
 def test_wrong_arguments(rows, limits, message):
     prompts, _, options = request()
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
         jgg.models.generate(loaded("qwen3_moe"), prompts, limits, rows=rows, **options)
 
 
@@ -112,4 +126,6 @@ def test_limits_of_a_stream():
     stream = jgg.models.stream(model, prompts, limits, chunk=4, **options)
     got = np.concatenate(list(stream), axis=1)
     np.testing.assert_array_equal(got, want[:, : got.shape[1]])
+    with pytest.raises(TypeError, match="rows must be given to generate alone, got 2 in stream"):
+        jgg.models.stream(model, prompts, limits, rows=2, **options)
     assert stream.is_done.all() and stream.lengths.max() == got.shape[1]
