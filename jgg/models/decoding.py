@@ -33,7 +33,8 @@ def split_model(model: Decoder) -> tuple[nnx.GraphDef[Decoder], ModelState]:
     if model.options.batch_invariant:
         model = nnx.merge(*nnx.split(model))  # another module, of the same variables
         model.put_forms()
-    graphdef, adapters, rest = nnx.split(model, nnx.LoRAParam, ...)
+    graphdef, *states = nnx.split(model, nnx.LoRAParam, ...)
+    adapters, rest = states
     dtype = jnp.dtype(model.options.dtype)
     if any(array.dtype.itemsize > dtype.itemsize for array in jax.tree.leaves(adapters)):
         adapters = _cast(adapters, dtype)

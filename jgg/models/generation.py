@@ -11,7 +11,7 @@ from jax.typing import ArrayLike
 from jgg.core.arguments import as_int
 from jgg.models import continuous, decoding
 from jgg.models.decoder import Decoder
-from jgg.models.requests import Options, asked
+from jgg.models.requests import OfGenerate, Options, asked
 from jgg.models.rollouts import Generated
 from jgg.models.streaming import Stream, result_of
 
@@ -23,13 +23,18 @@ def generate(
     max_new_tokens: ArrayLike,
     *,
     details: Literal[False] = False,
-    **options: Unpack[Options],
+    **options: Unpack[OfGenerate],
 ) -> jax.Array: ...
 
 
 @overload
 def generate(
-    model: Decoder, tokens: ArrayLike, max_new_tokens: ArrayLike, *, details: Literal[True], **options: Unpack[Options]
+    model: Decoder,
+    tokens: ArrayLike,
+    max_new_tokens: ArrayLike,
+    *,
+    details: Literal[True],
+    **options: Unpack[OfGenerate],
 ) -> Generated: ...
 
 
@@ -185,7 +190,7 @@ def stream(
     Raises: ValueError, TypeError: as in `generate`, immediately.
     """
     size = as_int("chunk", chunk, 1)
-    if "rows" in options:
-        raise TypeError(f"rows must be given to generate alone, got {options['rows']} in stream.")
-    given: dict[str, Any] = dict(generate.__kwdefaults__ or {}, **options, details=details)
+    given: dict[str, Any] = {**(generate.__kwdefaults__ or {}), **options, "details": details}
+    if given["rows"] is not None:
+        raise TypeError(f"rows must be given to generate alone, got {given['rows']} in stream.")
     return Stream(model, asked(model, tokens, max_new_tokens, **given), size)

@@ -43,6 +43,12 @@ class Options(TypedDict, total=False):
     prefill_chunk: int | None
 
 
+class OfGenerate(Options, total=False):
+    """The keyword arguments of `generate`, but for `details`."""
+
+    rows: int | None
+
+
 class _Range(NamedTuple):
     """Which numbers an argument may have, as a function and in words, which are empty for all finite numbers."""
 
