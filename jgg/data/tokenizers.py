@@ -227,7 +227,7 @@ def shared_length(*texts: str) -> int:
     return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
-def kind_and_text(error: Exception) -> str:
+def kind_and_text(error: BaseException) -> str:
     """An error on one line that begins with the name of its type."""
     return " ".join(f"{type(error).__name__}: {error}".split())
 

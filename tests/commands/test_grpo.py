@@ -162,7 +162,13 @@ NUMBERS = {
     r"\boxed{42} of 100": 42,
     r"#### 3 or \boxed{\$1{,}234.5}": 1234.5,
     r"\boxed{5\text{ apples}}": 5,
-    r"\boxed{\frac{1}{2}} is 2": None,
+    r"\boxed{\frac{1}{2}} is 2": 0.5,
+    r"\boxed{x} is 2": None,
+    "it is \N{MINUS SIGN}5": -5,
+    "-$1,000": -1000,
+    "3/2": 1.5,
+    "3,4": 4,
+    "1e400": None,
     r"first \boxed{1}, then \boxed{-2}": -2,
     "#### none, but 8 before no mark": 8,
     "no number": None,
@@ -181,6 +187,11 @@ def test_rewards_that_can_be_verified():
     assert exact(prompts=chat, completions=chat, answer=["Paris", "Paris"]) == [1, 0]
     texts = ["18", "#### 18.0", r"\boxed{17}", "none", "0.1"]
     assert number(completions=texts, answer=["9 * 2 = <<9*2=18>>18\n#### 18", 18, 18, 18, "1"]) == [1, 1, 0, 0, 0]
+    for wrong in ("abc", None):
+        with pytest.raises(ValueError, match="answer must have a number in each row"):
+            number(completions=["1"], answer=[wrong])
+    with pytest.raises(UsageError, match="--prompts must have no column completions"):
+        Reward("exact", ["answer", "completions"])
     assert Reward("number", ["answer"])(ARGUMENTS | {"completions": ["2"] * 3}).tolist() == [0, 1, 0]
 
 

@@ -15,40 +15,49 @@ import numpy as np
 from jgg.cli.errors import UsageError
 from jgg.data.tokenizers import kind_and_text
 
-_NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)(?:[eE][-+]?\d+)?")
+_FLOAT = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
+_NUMBER = re.compile(rf"([-+]?{_FLOAT})(?:\s*/\s*({_FLOAT}))?")
 _BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")
-_LEFT_OUT = re.compile(r"\\text\s*\{[^{}]*\}|\\[$%,! ]|[$%\s]|\{(?=,\})|(?<=,)\}")  # from what is boxed, as in 1{,}234
+_FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)(\d))")
+_LEFT_OUT = re.compile(r"\\text\s*\{[^{}]*\}|\\[%,! ]|[%\s]")  # from what is boxed
 
 
 def exact(completions: Sequence[object], answer: Sequence[object], **_: object) -> list[float]:
     """1 where a completion is the answer, up to white space around it."""
+    if None in answer:
+        raise ValueError("answer must be in each row of the prompts, got one without")
     return [float(text_of(own).strip() == str(wanted).strip()) for own, wanted in zip(completions, answer, strict=True)]
 
 
 def number(completions: Sequence[object], answer: Sequence[object], **_: object) -> list[float]:
     """1 where a completion's result, by `number_in`, equals the answer's."""
 
-    def is_right(own: float | None, wanted: float | None) -> bool:
-        return own is not None and wanted is not None and math.isclose(own, wanted, rel_tol=1e-9)
+    def wanted(own: object) -> float:
+        found = number_in(str(own))
+        if found is None:
+            raise ValueError(f"answer must have a number in each row of the prompts, got {own!r:.80}")
+        return found
 
-    pairs = zip(completions, answer, strict=True)
-    return [float(is_right(number_in(text_of(own)), number_in(str(wanted)))) for own, wanted in pairs]
+    results = (number_in(text_of(own)) for own in completions)
+    pairs = zip(results, map(wanted, answer), strict=True)
+    return [float(own is not None and math.isclose(own, right, rel_tol=1e-9)) for own, right in pairs]
 
 
 def number_in(text: str) -> float | None:
     r"""The number that a text gives as its result: in the last \boxed{}, else after the last ####, else the last one.
 
-    Commas in numbers and dollar signs are ignored. What is boxed must be a number alone.
+    It may be a fraction, 1/2 or \frac{1}{2}, and have commas between thousands; dollar signs are ignored. What is boxed
+    must be a number alone.
     """
+    text = text.replace("\N{MINUS SIGN}", "-").replace("\\$", "").replace("$", "").replace("{,}", ",")
+    text = _FRACTION.sub(lambda found: "/".join(filter(None, found.groups())), text)
     boxed = _BOXED.findall(text)
     if boxed:
-        found = _NUMBER.fullmatch(_LEFT_OUT.sub("", boxed[-1]))
-        return _value(found[0]) if found else None
-    _, mark, after = text.replace("\N{MINUS SIGN}", "-").rpartition("####")
-    first = _NUMBER.search(after.replace("$", "")) if mark else None
-    if first:
-        return _value(first[0])
-    return next((_value(each[0]) for each in reversed(list(_NUMBER.finditer(text)))), None)
+        alone = _NUMBER.fullmatch(_LEFT_OUT.sub("", boxed[-1]))
+        return _value(alone) if alone else None
+    _, mark, after = text.rpartition("####")
+    first = _NUMBER.search(after) if mark else None
+    return _value(first) if first else next((_value(each) for each in reversed(list(_NUMBER.finditer(text)))), None)
 
 
 def text_of(completion: Any) -> str:
@@ -75,7 +84,10 @@ class Reward:
             parameters = inspect.signature(self._function).parameters.values()
         except (TypeError, ValueError) as error:
             raise UsageError(f"{self.name} must be a function of prompts and completions: {error}") from error
-        known = {"prompts", "completions", "completion_ids", *columns}
+        own = {"prompts", "completions", "completion_ids"}
+        if taken := own & {*columns}:
+            raise UsageError(f"--prompts must have no column {min(taken)}, which the reward gets otherwise, got one")
+        known = own | {*columns}
         needed = {
             p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         }
@@ -94,7 +106,7 @@ class Reward:
         count = len(arguments["completions"])
         try:
             found = self._function(**{name: arguments[name] for name in self._names})
-        except Exception as error:  # of any type: it is a program
+        except (Exception, SystemExit) as error:  # of any type: it is a program
             raise SystemExit(f"jgg: {self.name} fails{self._line_of(error)}: {kind_and_text(error)}") from error
         try:
             rewards = list(found)
@@ -107,7 +119,7 @@ class Reward:
             raise SystemExit(f"{expected}, one for each completion, got {len(rewards)}")
         return np.array([_finite(each, place, expected) for place, each in enumerate(rewards)])
 
-    def _line_of(self, error: Exception) -> str:
+    def _line_of(self, error: BaseException) -> str:
         """Where in the file an error was raised."""
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame.lineno for frame in frames if self._file and frame.filename == str(self._file[0])]
@@ -142,7 +154,7 @@ def _function_of(path: Path, name: str) -> Callable[..., Any]:
     sys.path.insert(0, str(path.parent))  # of what it imports, as for a program
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # of any type: it is a program
+    except (Exception, SystemExit) as error:  # of any type: it is a program
         raise UsageError(f"--reward {path} cannot be imported: {kind_and_text(error)}") from error
     function = getattr(module, name, None)
     if not callable(function):
@@ -151,5 +163,8 @@ def _function_of(path: Path, name: str) -> Callable[..., Any]:
     return function
 
 
-def _value(text: str) -> float:
-    return float(text.replace(",", ""))
+def _value(found: re.Match[str]) -> float | None:
+    """The finite number that was found, or None."""
+    numerator, denominator = (float(each.replace(",", "")) for each in (found[1], found[2] or "1"))
+    value = numerator / denominator if denominator else math.inf
+    return value if math.isfinite(value) else None
