@@ -25,11 +25,13 @@ from flax import nnx
 
 import jgg.models
 import jgg.train
+from benchmarks.memory import peak_gib
 from benchmarks.model_configs import CONFIGS, config_of
 from benchmarks.models import EXPERTS, random_model
 from jgg.cli import run as run_command
 from jgg.cli.arguments import new_file, positive_int
 from jgg.cli.console import number, print_table
+from jgg.train import grpo
 
 _HEADINGS = ("part", "first s", "ms", "answer tokens/s", "peak GiB", "sampler - trainer")
 
@@ -48,11 +50,10 @@ class Timed(NamedTuple):
 def loss_of(model: jgg.models.Decoder, part: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
     """The loss of a part of a batch, and the largest difference between sampler and trainer."""
     losses = model.losses(part["tokens"], part["targets"], part["segments"], mask=part["segments"] > 0)
-    difference = jnp.where(part["is_new"], -losses - part["log_probabilities"], 0.0)
-    ratio = jnp.exp(difference)
-    gains = jnp.minimum(ratio * part["advantages"], jnp.clip(ratio, 0.8, 1.28) * part["advantages"])
-    loss = -jnp.sum(part["weights"] * gains)
-    return loss, part["place"] * jnp.max(jnp.abs(difference))
+    # each token is a row of its own, as a sequence has several answers
+    own, old, weights = (array.reshape(-1, 1) for array in (-losses, part["log_probabilities"], part["weights"]))
+    loss, metrics = grpo.policy_loss(own, old, part["advantages"].reshape(-1), weights)
+    return loss, part["place"] * metrics["difference"]
 
 
 class Sampler:
@@ -110,7 +111,7 @@ def measure_steps(args: argparse.Namespace, config: jgg.models.ModelConfig) -> l
         sampling, packing, tokens, sequences = sampler.timed[-1]
         done.append(Timed(sampling, packing, end - begin, tokens, float(np.max(record.metrics)), sequences))
         begin = end
-        print(done[-1], _peak(), flush=True)
+        print(done[-1], peak_gib(), flush=True)
     return done
 
 
@@ -132,7 +133,7 @@ def rows_of_steps(args: argparse.Namespace, config: jgg.models.ModelConfig) -> l
             number(compiled),
             number(seconds * 1e3),
             number(median.tokens / seconds),
-            number(_peak()),
+            number(peak_gib()),
             difference if part == "step" else "",
         )
         for part, compiled, seconds in parts
@@ -152,15 +153,10 @@ def rows_of_sampling(args: argparse.Namespace, config: jgg.models.ModelConfig) -
             tokens = int(np.sum(np.asarray(drawn.lengths)))
             del drawn
         rate = tokens / seconds[-1]
-        cells = number(seconds[0]), number(seconds[-1] * 1e3), number(rate), number(_peak()), ""
+        cells = number(seconds[0]), number(seconds[-1] * 1e3), number(rate), number(peak_gib()), ""
         found.append((f"sampling, {rows} rows", *cells))
         print(found[-1], flush=True)
     return found
-
-
-def _peak() -> float | None:
-    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return None if peak is None else peak / 2**30
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from benchmarks.memory import Memory, planned_memory
+from benchmarks.memory import Memory, peak_bytes, planned_memory
 from jgg.core.choices import OPS
 from jgg.core.problem import GroupedGemmProblem
 from jgg.experts.moe import moe_mlp
@@ -268,12 +268,8 @@ def _choice_error(logits, topk_indices):
 def measure_memory(problem: LayerProblem, arrays: dict[str, jax.Array]) -> Memory:
     """Compiles forward + backward and runs it once."""
     compiled = jax.jit(layer_function(problem, FORWARD_BACKWARD)).lower(arrays).compile()
-    before = _peak_bytes_in_use()
+    before = peak_bytes()
     jax.block_until_ready(compiled(arrays))
-    after = _peak_bytes_in_use()
-    peak_in_use = after if after is not None and after > before else None
+    after = peak_bytes()
+    peak_in_use = after if before is not None and after is not None and after > before else None
     return dataclasses.replace(planned_memory(compiled), peak_in_use=peak_in_use)
-
-
-def _peak_bytes_in_use():
-    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -42,3 +42,14 @@ def planned_memory(compiled: jax.stages.Compiled) -> Memory:
         results=stats.output_size_in_bytes - stats.alias_size_in_bytes,
         temporaries=stats.temp_size_in_bytes,
     )
+
+
+def peak_bytes() -> int | None:
+    """The most bytes that this process's first device ever had in use; None where that is not known."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+
+
+def peak_gib() -> float | None:
+    """The same in GiB."""
+    peak = peak_bytes()
+    return None if peak is None else peak / 2**30

@@ -29,6 +29,7 @@ from flax import nnx
 import jgg
 import jgg.models
 import jgg.train
+from benchmarks.memory import peak_gib
 from benchmarks.model_configs import CONFIGS, config_of
 from benchmarks.model_roofline import (
     least_decode_seconds,
@@ -156,7 +157,7 @@ def measure_steps(args, config: jgg.models.ModelConfig, run: str) -> tuple:
     median = sorted(seconds)[len(seconds) // 2]
     rate = args.batch * args.sequence / median
     least = least_training_seconds(config, tensors, speeds, args.batch, args.sequence, run == "lora")
-    return run, number(first), number(median * 1e3), number(rate), number(_peak()), _percent(least, median)
+    return run, number(first), number(median * 1e3), number(rate), number(peak_gib()), _percent(least, median)
 
 
 def measure_generation(args, config: jgg.models.ModelConfig) -> list[tuple]:
@@ -185,7 +186,7 @@ def measure_generation(args, config: jgg.models.ModelConfig) -> list[tuple]:
                 "-",
                 number(prefill * 1e3),
                 number(batch * args.prompt / prefill),
-                number(_peak()),
+                number(peak_gib()),
                 _percent(of_prefill, prefill),
             ),
             (
@@ -193,7 +194,7 @@ def measure_generation(args, config: jgg.models.ModelConfig) -> list[tuple]:
                 number(first),
                 number(of_token and of_token * 1e3),
                 number(of_token and batch / of_token),
-                number(_peak()),
+                number(peak_gib()),
                 _percent(of_decode, of_token),
             ),
         ]
@@ -203,11 +204,6 @@ def measure_generation(args, config: jgg.models.ModelConfig) -> list[tuple]:
 def _percent(least: float | None, seconds: float | None) -> str:
     percent = percent_of_roofline(least, seconds)
     return "-" if percent is None else f"{percent:.1f}"
-
-
-def _peak() -> float | None:
-    peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    return None if peak is None else peak / 2**30
 
 
 def make_parser() -> argparse.ArgumentParser:

@@ -22,6 +22,7 @@ from flax import nnx
 import jgg
 import jgg.models
 import jgg.train
+from benchmarks.memory import peak_gib
 from benchmarks.model_configs import CONFIGS, config_of
 from benchmarks.models import make_step, random_model
 from benchmarks.random_folder import write_tokenizer
@@ -56,8 +57,7 @@ class Line(NamedTuple):
 
     def cells(self) -> list[str]:
         """The cells of a table, with the most memory in use so far."""
-        peak = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-        return [self.part, number(self.ms), number(self.rate), number(peak and peak / 2**30), self.result]
+        return [self.part, number(self.ms), number(self.rate), number(peak_gib()), self.result]
 
 
 @dataclasses.dataclass(frozen=True)
