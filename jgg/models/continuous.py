@@ -17,7 +17,6 @@ from jgg.models.decoder import Decoder
 from jgg.models.decoder_stacks import Caches
 from jgg.models.decoding import decoded, first_tokens
 from jgg.models.penalties import Occurrences
-from jgg.models.placement import split_batch
 from jgg.models.prefill import Plan, prefill
 from jgg.models.programs import program
 from jgg.models.rows import (
@@ -115,9 +114,7 @@ def _empty(model: Decoder, prompts: jax.Array, request: Request, plan: Plan) -> 
         shape = model.config.num_moe_layers, count, positions, model.config.moe.topk
         return no_tokens(count, plan, jnp.full(shape, -1, jnp.int32) if plan.details else None)
 
-    caches = jax.tree.map(
-        lambda array: split_batch(array, model.options.sharding, axis=1), model.empty_caches(running, positions)
-    )
+    caches = model.empty_caches(running, positions)
     occurrences = None
     if rows.penalties is not None:
         none = jnp.zeros((running, model.config.vocabulary), jnp.int32)
@@ -133,17 +130,17 @@ def _of_prompts(rows: Rows, first: jax.Array, count: int) -> Rows:
 
 
 def _with(new: New, numbers: jax.Array, running: New, rows: jax.Array) -> New:
-    """The new tokens of all rows with those of some running rows, each in the place of its number."""
+    """The new tokens of all rows with those of some running rows, each at its number."""
 
     def put(axis: int, array: jax.Array, own: jax.Array) -> jax.Array:
-        places = (slice(None),) * axis + (numbers[rows],)
-        return array.at[places].set(jnp.take(own, rows, axis=axis), mode="drop")
+        return _put(numbers[rows], axis, array, jnp.take(own, rows, axis=axis))
 
     return each_new(put, new, running)
 
 
 def _put(rows: jax.Array, axis: int, array: jax.Array, own: jax.Array) -> jax.Array:
-    return array.at[(slice(None),) * axis + (rows,)].set(own)
+    """An array with others' rows at these indices; those past the last row are left out."""
+    return array.at[(slice(None),) * axis + (rows,)].set(own, mode="drop")
 
 
 def _put_caches(caches: Caches, own: Caches, rows: jax.Array, num_samples: int) -> Caches:

@@ -17,7 +17,6 @@ from jgg.models import penalties
 from jgg.models.decoder import Decoder
 from jgg.models.head import Head
 from jgg.models.loss import losses_by
-from jgg.models.placement import split_batch
 from jgg.models.prefill import Plan, Prefilled, prefill, run_layers
 from jgg.models.programs import program
 from jgg.models.rows import New, Request, State, no_state, no_tokens, repeated_last, split_rows
@@ -59,9 +58,7 @@ def start(
     model = nnx.merge(graphdef, state)
     done = prefill(model, prompts, request.rows.lengths, plan, prompts.shape[1] + plan.most)
     started = first_tokens(model, prompts, done, request, plan)
-    caches = jax.tree.map(
-        lambda array: split_batch(repeated(array, plan.num_samples, 1), model.options.sharding, 1), done.caches
-    )
+    caches = jax.tree.map(lambda array: repeated(array, plan.num_samples, 1), done.caches)
     return _settled(started._replace(caches=caches), model)
 
 

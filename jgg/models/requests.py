@@ -21,7 +21,7 @@ from jgg.models.sampling import Sampling, normal_temperatures
 from jgg.models.token_arrays import as_integers, check_ids
 
 _INT32, _FLOAT32 = jnp.iinfo(jnp.int32), jnp.finfo(jnp.float32)
-_PARTS = 16  # of the rows that run at once, of which one is replaced
+_PARTS = 16  # of the rows that run at once; one part is replaced together
 _LEAST_BOUND, _BOUNDS = 16, 16  # the least bound of new tokens, and how many bounds are between powers of two
 
 
@@ -149,7 +149,7 @@ def _limits(max_new_tokens: ArrayLike, batch: int, num_samples: int) -> tuple[in
 
 
 def _with_rows(plan: Plan, rows: int, model: Decoder, batch: int) -> Plan:
-    """The plan of so many rows at once: about a sixteenth of them wait until they are replaced together.
+    """The plan of this many rows at once: about a sixteenth of them wait until they are replaced together.
 
     Devices that split rows have as many of them each, and so do the prompts that run at once.
     """

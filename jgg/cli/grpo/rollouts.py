@@ -13,7 +13,7 @@ import jgg.models
 from jgg.cli.grpo.prompts import Data, Prompt
 from jgg.cli.grpo.rewards import Reward
 from jgg.data.tokenizers import Tokenizer, special_token
-from jgg.models.rollouts import Generated, TrainingRows
+from jgg.models.rollouts import Generated
 from jgg.train import grpo
 
 
@@ -75,7 +75,7 @@ class Sampler:
             own = prompts[start : start + size]
             padded = [*own, *own[-1:] * (size - len(own))]  # to one shape
             seeds = np.random.default_rng((args.seed, start)).integers(2**31, size=size)
-            drawn, _ = self._sample(model, padded, seeds, args.eval_temperature, 1)
+            drawn, *_ = self._sample(model, padded, seeds, args.eval_temperature, 1)
             rewards.append(self._rewards(padded, drawn)[: len(own)])
         return float(np.mean(np.concatenate(rewards)))
 
@@ -123,7 +123,8 @@ class Sampler:
         """Answers to the prompts of a batch; `again` counts the further draws of the same batch."""
         args = self._args
         seeds = np.random.default_rng((args.seed, 1, number, again)).integers(2**31, size=len(prompts))
-        drawn, rows = self._sample(model, prompts, seeds, args.temperature, args.samples)
+        drawn, padded, sizes = self._sample(model, prompts, seeds, args.temperature, args.samples)
+        rows = drawn.training_rows(padded, sizes)
         choices = jnp.moveaxis(rows.topk_indices if args.replay else rows.topk_indices[:0], 1, 0)
         shape = len(prompts), args.samples
         lengths, tokens = np.asarray(drawn.lengths), np.asarray(drawn.tokens)
@@ -135,8 +136,8 @@ class Sampler:
 
     def _sample(
         self, model: jgg.models.Decoder, prompts: Sequence[Prompt], seeds: np.ndarray, temperature: float, samples: int
-    ) -> tuple[Generated, TrainingRows]:
-        """Draws answers: the one place that calls the sampler."""
+    ) -> tuple[Generated, np.ndarray, np.ndarray]:
+        """Draws answers, in the one place that calls the sampler; also returns the padded prompts and their lengths."""
         held_out = [] if self._data.held_out is None else [self._data.held_out.longest]
         longest = max([self._data.learned.longest, *held_out])  # one shape, for one program
         lengths = np.array([len(prompt.ids) for prompt in prompts], np.int32)
@@ -153,7 +154,7 @@ class Sampler:
             details=True,
             rows=self._args.rows,
         )
-        return drawn, drawn.training_rows(padded, lengths)
+        return drawn, padded, lengths
 
     def _rewards(self, prompts: Sequence[Prompt], drawn: Generated) -> np.ndarray:
         """The rewards of answers, one to each prompt, float64 [answers]."""
