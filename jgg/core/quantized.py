@@ -139,8 +139,9 @@ def type_of(part: object) -> str:
 def block_of(array: QuantizedArray, prefix: str = "") -> tuple[int, int]:
     """The rows and columns of a block, the largest that explain the scales; errors put `prefix` before names.
 
-    Raises: ValueError: values have fewer than two axes, or scales have a shape that no blocks explain. TypeError:
-      values or scales are no array, or have another dtype than a QuantizedArray's.
+    Raises:
+      ValueError: values have fewer than two axes, or scales have a shape that no blocks explain.
+      TypeError: values or scales are no array, or have another dtype than a QuantizedArray's.
     """
     for name, part in (("values", array.values), ("scales", array.scales)):
         check_instance(f"{prefix}{name}", part, Shaped | np.ndarray, "a NumPy or JAX array")
@@ -337,8 +338,9 @@ def _rounded(values: jax.Array, dtype: DTypeLike) -> jax.Array:
 def check_blocks(name: str, value: object, rows: int) -> QuantizedArray:
     """The value, checked to be a QuantizedArray with blocks of `rows` rows and BLOCK columns.
 
-    Raises: TypeError: it is no QuantizedArray, its values are not in FP8, or its scales are no floats. ValueError: its
-      blocks have another size.
+    Raises:
+      TypeError: it is no QuantizedArray, its values are not in FP8, or its scales are no floats.
+      ValueError: its blocks have another size.
     """
     check_instance(name, value, QuantizedArray, "a QuantizedArray, as the other operand is")
     assert isinstance(value, QuantizedArray)

@@ -88,8 +88,9 @@ def fill(
       date: see `encode_conversation`.
       skip_unmarked: whether rows of an `UnmarkedError` are skipped and counted.
 
-    Raises: OSError, ValueError: see `rows` and `examples_of`; the message begins with the row's name. OSError also if
-      the folder for temporary files is full.
+    Raises:
+      OSError, ValueError: see `rows` and `examples_of`; the message begins with the row's name. OSError also if the
+        folder for temporary files is full.
     """
     try:
         with tempfile.TemporaryFile() as file:

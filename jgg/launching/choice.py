@@ -62,8 +62,9 @@ def how_of(problem: GroupedGemmProblem, implementation: str | None) -> How:
 
     Symbolic shapes are computed by "xla".
 
-    Raises: ValueError: no implementation has that name, or it cannot compute such shapes. ImportError: a package that
-      it needs is missing.
+    Raises:
+      ValueError: no implementation has that name, or it cannot compute such shapes.
+      ImportError: a package that it needs is missing.
     """
     check_implementation(implementation)
     if problem.is_symbolic:

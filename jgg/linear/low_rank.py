@@ -95,8 +95,9 @@ def as_low_rank(name: str, value: object, w_layout: str, shape: tuple[int, ...] 
       w_layout: "enk" or "ekn".
       shape: the shape of the term's weights; None for any.
 
-    Raises: ValueError: shapes disagree, its scale is not finite or w_layout is unknown. TypeError: it is not a LowRank,
-      a or b is not a float array, or its scale is not a number.
+    Raises:
+      ValueError: shapes disagree, its scale is not finite or w_layout is unknown.
+      TypeError: it is not a LowRank, a or b is not a float array, or its scale is not a number.
     """
     check_instance(name, value, LowRank, "a LowRank")
     assert isinstance(value, LowRank)

@@ -28,8 +28,9 @@ Weights = jax.Array | QuantizedArray | QuantizedWeights | WeightForms
 def as_matrix(name: str, value: ArrayLike | Weights) -> Matrix:
     """Weights as a Matrix; quantized weights get no gradient.
 
-    Raises: TypeError: the weights are not an array, or are a QuantizedArray with unsupported dtypes. ValueError: no
-      block size explains the scales.
+    Raises:
+      TypeError: the weights are not an array, or are a QuantizedArray with unsupported dtypes.
+      ValueError: no block size explains the scales.
     """
     if isinstance(value, QuantizedWeights):
         array = as_array(f"{name}.array", value.array)
@@ -51,8 +52,8 @@ def in_recipe(name: str, matrix: Matrix, recipe: Fp8 | None, dtype: DTypeLike) -
       name: the weights' name in messages.
       dtype: the dtype of x; weights that are quantized again are first dequantized to it.
 
-    Raises: ValueError: QuantizedWeights are given without a recipe, or their array and their FP8 forms have different
-      shapes.
+    Raises:
+      ValueError: QuantizedWeights are given without a recipe, or their array and their FP8 forms have different shapes.
     """
     straight = matrix.straight
     if straight is None:  # dense, or the form that a product reads

@@ -86,8 +86,9 @@ def check_ids(name: str, ids: np.ndarray, vocabulary: int, is_read: np.ndarray |
 def as_choices(value: ArrayLike, shape: tuple[int, ...], num_experts: int, mask: jax.Array | None) -> jax.Array:
     """The experts that tokens are given, integer [L, B, S, k].
 
-    Raises: as `as_given_choices`. ValueError: where values are known, a token that counts is given what is no expert,
-      or an expert twice.
+    Raises:
+      TypeError, ValueError: as `as_given_choices`.
+      ValueError: where values are known, a token that counts is given what is no expert, or an expert twice.
     """
     choices = as_given_choices(value, "[L, B, S, k]", shape)
     _, numbers = as_integers("topk_indices", value, "[L, B, S, k]")

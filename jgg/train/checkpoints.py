@@ -123,8 +123,9 @@ def restored(manager: ocp.CheckpointManager, step: int, arrays: Arrays) -> dict[
       manager: of a folder with a checkpoint of this step.
       arrays: all arrays of the model and the optimizer; `jax.ShapeDtypeStruct` descriptions are enough.
 
-    Raises: TrainingError: the checkpoint is damaged or belongs to another model; the message says how to resume
-      from the previous one, if there is one.
+    Raises:
+      TrainingError: the checkpoint is damaged or belongs to another model; the message says how to resume from the
+        previous one, if there is one.
     """
     folder = manager.directory / str(step)
     try:

@@ -237,8 +237,9 @@ def sort_by_expert(
     Returns:
       group_sizes int32 [E] and gather_indices int32 [M], the position in token order of each row in expert order.
 
-    Raises: TypeError: topk_indices is not an integer array, or num_experts is not an int. ValueError: num_experts is
-      negative.
+    Raises:
+      TypeError: topk_indices is not an integer array, or num_experts is not an int.
+      ValueError: num_experts is negative.
     """
     topk_indices = as_array("topk_indices", topk_indices)
     check_integers("topk_indices", topk_indices)
