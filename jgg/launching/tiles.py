@@ -24,7 +24,8 @@ TILES: dict[str, dict[str, int]] = {
         "programs_by_tma": 1,  # that share a multiprocessor, and those warps
         "stages": 3,
     },
-    "attend_latents_kernel": {"heads": 32, "keys": 32, "warps": 8, "stages": 2},  # more heads or keys spill registers
+    # also attend_latents_one_kernel, whose rows are heads; more rows or keys spill registers
+    "attend_latents_kernel": {"rows": 32, "keys": 32, "warps": 8, "stages": 2},
     "attend_one_kernel": {"warps": 4, "warps_of_wide": 8, "stages": 3},
     "chunk_matrices_kernel": {"warps": 4},
     # a thread makes about eight loads of 16 bytes at once, whatever topk is

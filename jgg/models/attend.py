@@ -91,10 +91,7 @@ def _attend(
     gpu, features = known_gpu(), v.shape[3]
     way = choose(q, v, options.window, has_segments=starts is not None, gpu=gpu)
     if way is Way.FLASH:
-        is_causal = options.window is None and starts is None
-        takes_fewer = is_causal and gpu == 90 and features < q.shape[3] and features % 8 == 0
-        if features != q.shape[3] and not (takes_fewer and flash.takes_fewer_values()):
-            q, k, v = (_padded(array, max(q.shape[3], features)) for array in (q, k, v))
+        q, k, v = as_flash_takes(q, k, v, is_causal=options.window is None and starts is None)
         return flash.flash_attention(options, *alike((q, k, v, sinks, starts)))[..., :features]
     places = jnp.arange(q.shape[1], dtype=jnp.int32)
     mask = Mask(places[None], starts, options.window)
@@ -120,7 +117,16 @@ def _attend_to_those_before(
     return jnp.concatenate(parts, axis=1)
 
 
-def _padded(array: jax.Array, features: int) -> jax.Array:
+def as_flash_takes(q: jax.Array, k: jax.Array, v: jax.Array, *, is_causal: bool) -> list[jax.Array]:
+    """q, k and v with equally many features, of zeros where there were none, unless cuDNN takes fewer of v."""
+    features = v.shape[3]
+    takes_fewer = is_causal and known_gpu() == 90 and features < q.shape[3] and features % 8 == 0
+    if features == q.shape[3] or (takes_fewer and flash.takes_fewer_values()):
+        return [q, k, v]
+    return [padded(array, max(q.shape[3], features)) for array in (q, k, v)]
+
+
+def padded(array: jax.Array, features: int) -> jax.Array:
     """Heads [B, S, heads, D] with zeros after their own features."""
     return jnp.pad(array, ((0, 0), (0, 0), (0, 0), (0, features - array.shape[3])))
 

@@ -11,7 +11,7 @@ import jgg
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
 from jgg.models import attention, flash
-from jgg.models.attend_in_steps import Tokens, attend_in_steps
+from jgg.models.attend_in_steps import Tokens, attend_in_steps, with_attention_gradients
 from jgg.models.rotary import rotations
 from tests.models.test_attend import OPTIONS, SCALE, arguments, by_definition, inputs, with_gradients
 from tests.models.test_flash import (
@@ -19,6 +19,7 @@ from tests.models.test_flash import (
     CALLS,
     as_on_a_gpu,  # noqa: F401
     calls_in,
+    forward,
     lowered_for_cuda,
     stand_in,  # noqa: F401
 )
@@ -52,6 +53,21 @@ def test_values_and_gradients_are_those_of_the_definition(name):
 @pytest.mark.parametrize("name", FEW)
 def test_gradients_by_cudnn(name, stand_in):  # noqa: F811
     check(name, "xla")
+
+
+def test_gradients_by_cudnn_of_a_known_result_with_fewer_features(stand_in):  # noqa: F811
+    (q, k, v, _), dy = inputs(has_sinks=False)
+    arrays, dy = (q, k, v[..., :8]), dy[..., :8]
+    want = with_gradients(functools.partial(by_definition, sinks=None), arrays, dy)
+    y, log_sums = forward(*arrays, jnp.zeros(0), scale=SCALE, is_training=True)
+
+    def run(*arrays):
+        tokens = Tokens(*arrays, None, None, None)
+        return with_attention_gradients(tokens, y, log_sums.transpose(0, 2, 1), scale=SCALE)
+
+    got = jax.jit(functools.partial(with_gradients, run))(arrays, dy)
+    for got_one, want_one in zip(got, want, strict=True):
+        assert largest_error(got_one, want_one) <= 1e-5
 
 
 def test_gradients_by_cudnn_of_blocks_of_queries(stand_in, monkeypatch):  # noqa: F811

@@ -70,7 +70,7 @@ def test_blocks_of_queries_within_segments(stand_in, monkeypatch):
 
 def test_on_hopper_values_of_fewer_features_are_not_padded(stand_in, monkeypatch):
     monkeypatch.setattr(flash, "takes_fewer_values", lambda: True)
-    monkeypatch.setattr(attend, "_padded", None)
+    monkeypatch.setattr(attend, "padded", None)
     monkeypatch.setattr(attend, "known_gpu", lambda: 90)
     (q, k, v, sinks), dy = inputs(has_sinks=True)
     arrays, dy = (q, k, v[..., :8]), dy[..., :8]

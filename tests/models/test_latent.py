@@ -242,7 +242,27 @@ def test_what_no_model_of_the_family_has_is_named(message):
         jgg.models.model_config(config)
 
 
-def test_the_same_bits_in_every_batch_are_refused():
-    message = "batch_invariant must be False for deepseek_v3: latent attention decodes by other products"
+@pytest.mark.parametrize("options", [{}, {"remat": "attention"}], ids=str)
+def test_with_batch_invariant_training_attends_as_decoding_does(options):
+    """To rounding, of packed sequences, with adapters and their gradients; the bits are for GPUs."""
+    tokens, segments = jnp.asarray(reference("deepseek_v3")["tokens"]), jnp.array([[0] * 13, [0] * 4 + [1] * 9])
+
+    @jax.jit
+    def run(model):
+        def loss(model):
+            losses = model.losses(tokens[:, :-1], tokens[:, 1:], segments[:, 1:])
+            return losses.sum(), losses
+
+        (_, losses), gradients = nnx.value_and_grad(loss, argnums=nnx.DiffState(0, nnx.LoRAParam), has_aux=True)(model)
+        return losses, gradients
+
+    got, want = (run(with_adapters("deepseek_v3", batch_invariant=is_on, **options)) for is_on in (True, False))
+    assert all(np.abs(leaf).max() > 1e-4 for leaf in jax.tree.leaves(want))
+    jax.tree.map(lambda got, want: np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5), got, want)
+
+
+def test_latents_that_no_kernel_takes_are_refused_with_batch_invariant():
+    message = "batch_invariant must be False with latents that no kernel takes, of 512 features in float32, got True."
+    config = jgg.models.model_config(config_of("deepseek_v3") | {"kv_lora_rank": 512})
     with pytest.raises(ValueError, match=message):
-        loaded("deepseek_v3", batch_invariant=True)
+        jgg.models.Decoder(config, dtype=jnp.float32, batch_invariant=True, rngs=nnx.Rngs(0))

@@ -13,12 +13,16 @@ import jgg
 import jgg.models
 import jgg.nnx
 from jgg.primitives.operation import Call
-from tests.support.models import FAMILIES, config_of, loaded, reference, with_mxfp4
+from tests.support.models import FAMILIES, MORE_FAMILIES, config_of, loaded, reference, with_mxfp4
+
+REFUSED = "llama4", "qwen3_5_moe_text", "qwen3_next"  # chunks of 4 tokens; recurrent layers
+EVERY_FAMILY = [family for family in (*FAMILIES, *MORE_FAMILIES) if family not in REFUSED]
 
 # what moves or rounds numbers
 EXACT = {
     "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "dynamic_slice", "gather",
-    "jgg_barrier", "max", "min", "name", "pad", "reshape", "select_n", "slice", "split", "squeeze", "transpose",
+    "jgg_barrier", "max", "min", "name", "pad", "reshape", "scatter", "select_n", "slice", "split", "squeeze",
+    "stop_gradient", "transpose",
 }  # fmt: skip
 
 
@@ -57,7 +61,7 @@ def without_attention_and_experts(monkeypatch):
 @pytest.mark.parametrize(
     ("family", "remat"),
     [
-        *((family, "none") for family in FAMILIES),
+        *((family, "none") for family in (*FAMILIES, "deepseek_v3")),
         *(pytest.param(family, "attention", marks=[pytest.mark.sweep] * (family != "glm4_moe")) for family in FAMILIES),
     ],
 )
@@ -90,7 +94,7 @@ def test_packed_sequences_are_attended_to_by_the_kernel():
     tokens, segments = jnp.zeros((2, 16), jnp.int32), jnp.arange(32, dtype=jnp.int32).reshape(2, 16) // 5
     with jgg.target(90):
         program = jax.make_jaxpr(lambda state: nnx.merge(graphdef, state)(tokens, segments))(state)
-    assert "_attend_in_steps" in str(program)
+    assert " attend[" in str(program)
 
 
 def test_without_the_option_xla_multiplies(without_attention_and_experts):
@@ -145,13 +149,13 @@ of_family = functools.partial(loaded, dtype=jnp.bfloat16, batch_invariant=True)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_the_losses_of_a_row_do_not_depend_on_the_batch(family):
     check_batches(of_family(family), random_tokens(64, 41))
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_samples_have_the_probabilities_that_training_gives_them(family):
     model, prompts, lengths = of_family(family), reference(family)["prompts"], np.array([1, 5, 9])
     generated = check_samples(model, prompts, lengths, num_samples=2)
@@ -178,7 +182,7 @@ def adapted(model):
 @pytest.mark.parametrize(
     "options", [{"remat": "names"}, {"remat": "attention", "unroll": 2}, {"lora_rank": 4}, {"param_dtype": jnp.float32}]
 )
-@pytest.mark.parametrize("family", ["granitemoe", "glm4_moe"])
+@pytest.mark.parametrize("family", ["granitemoe", "glm4_moe", "deepseek_v3"])
 def test_with_options_of_training(family, options):
     model = adapted(of_family(family, **options))
     check_batches(model, random_tokens(8, 41))

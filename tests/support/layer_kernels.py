@@ -52,6 +52,7 @@ LAYER_KERNELS = (
     "rotary_backward_kernel",
     "attend_kernel",
     "attend_latents_kernel",
+    "attend_latents_one_kernel",
     "attend_one_kernel",
     "add_parts_kernel",
     "unpack_kernel",

@@ -16,6 +16,7 @@ from jgg.launching.heuristic import hopper_config
 from jgg.launching.kernel_configs import CONFIG_TYPES
 from jgg.models.operations.attend import ATTEND, Attend
 from jgg.models.operations.attend_latents import ATTEND_LATENTS, AttendLatents
+from jgg.models.operations.attend_latents_one import ATTEND_LATENTS_ONE, AttendLatentsOne
 from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne
 from jgg.models.operations.delta_rule import DELTA_RULE, DeltaRule
 from jgg.models.operations.delta_rule_backward import DELTA_RULE_BACKWARD, DeltaRuleBackward
@@ -211,11 +212,15 @@ def lower_delta_rule(features, dtype):
 
 
 def lower_attend_latents(heads, rank, rest, dtype):
-    """Attention of one token to a cache of latents."""
+    """Attention to latents, of one token and of several to a cache, and of packed sequences."""
     query, cache = (3, heads, rank + rest), (2, 3, 1000, 1, rank + rest)
-    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in (query, cache)]
-    arrays += [jax.ShapeDtypeStruct(shape, "int32") for shape in ((), (3,))]
-    lower(kernels_of(ATTEND_LATENTS, scale=0.1, rank=rank), AttendLatents(*arrays))
+    q, latents = (jax.ShapeDtypeStruct(shape, dtype) for shape in (query, cache))
+    scalar, positions, starts = (jax.ShapeDtypeStruct(shape, "int32") for shape in ((), (3,), (3, 100)))
+    options = {"scale": 0.1, "rank": rank}
+    lower(kernels_of(ATTEND_LATENTS_ONE, **options), AttendLatentsOne(q, latents, scalar, positions))
+    q = jax.ShapeDtypeStruct((3, 100, *query[1:]), dtype)
+    for places in ((scalar, scalar), (None, None, starts)):
+        lower(kernels_of(ATTEND_LATENTS, **options), AttendLatents(q, latents, *places))
 
 
 def lower_project_few(rows, features, dtype):
