@@ -61,6 +61,11 @@ CASES = {
         {"data": ("a", "b"), "tensor": "c"},
         {"remat": "names", "batch_invariant": True},
     ),
+    "each device its own sequences, latent attention": (
+        "deepseek_v3",
+        {"fsdp": "a", "expert": "b", "data": "c"},
+        {"remat": "attention", "batch_invariant": True},
+    ),
     "experts beside a dense MLP, fsdp, expert": ("gemma4_text", {"fsdp": "a", "expert": "b"}, {"remat": "names"}),
     "each device its own sequences, experts beside a dense MLP": (
         "gemma4_text",
@@ -381,6 +386,7 @@ OTHERS = {
     "recurrent layers, fsdp, data, expert: logits",
     "each device its own sequences, data, tensor: logits",
     "each device its own sequences, experts beside a dense MLP: logits",
+    "each device its own sequences, latent attention",
     "check_adapters",
     "check_mask_and_choices",
     "check_what_is_kept",
