@@ -222,7 +222,6 @@ FILES = {  # what a file has, and how it is told
     "import nothing_of_this_name": "cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this_name'",
     "def score(completions): ...": "must have a function reward, got score",
     "reward = 1": "must have a function reward, got none",
-    "def reward(completions, solution): ...": "needs the column solution of --prompts, which have answer",
 }
 
 
@@ -278,6 +277,18 @@ WRONG = {
     '"prompt" must have tokens, got ""': ["--prompts", "empty.jsonl"],
     "a conversation needs chat_template.jinja": ["--prompts", "chat.jsonl"],
     "argument --max-prompt-tokens: must be 1 or more, got 0": ["--max-prompt-tokens", "0"],
+    "--reward solution.py needs the column solution of --prompts, which have answer": [
+        *("--reward", "solution.py", "--prompts", "answered.jsonl"),
+    ],
+    "--reward exact needs the column answer of --eval-prompts, which have none": [
+        *("--reward", "exact", "--prompts", "answered.jsonl", "--eval-prompts", "bare.jsonl"),
+    ],
+    "--reward exact with --prompts: answer must be in each row of the prompts, got one without": [
+        *("--reward", "exact", "--prompts", "some.jsonl"),
+    ],
+    "--reward number with --prompts: answer must have a number in each row of the prompts, got 'six'": [
+        *("--reward", "number", "--prompts", "words.jsonl"),
+    ],
 }
 
 
@@ -285,6 +296,11 @@ WRONG = {
 def test_what_is_wrong_is_named_before_there_is_a_model(message, error):
     write("held.jsonl", [{"text": "t5"}])
     write("empty.jsonl", [{"prompt": ""}])
+    write("answered.jsonl", [{"prompt": "t5", "answer": "t6"}])
+    write("some.jsonl", [{"prompt": "t5", "answer": "t6"}, {"prompt": "t5"}])
+    write("words.jsonl", [{"prompt": "t5", "answer": "six"}])
+    write("bare.jsonl", [{"prompt": "t5"}])
+    Path("solution.py").write_text("def reward(completions, solution): ...")
     write("chat.jsonl", [{"prompt": [{"role": "user", "content": "t5"}]}])
     assert message in error(*WRONG[message])
 

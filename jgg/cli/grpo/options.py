@@ -93,7 +93,7 @@ class Grpo(Output, Mesh, Lora, Learning, Loss, Sampling, Prompts, Experts):
     full: bool = changed(Finetune, "full")
     updates: int = option("training", "steps that learn from the same batch of answers", positive_int, 1, metavar="N")
     accumulate: int = changed(Batch, "accumulate", what="parts that a batch of answers is learned in, to save memory")
-    epochs: float = changed(Learning, "epochs", what="times that each prompt is answered")
+    epochs: float = changed(Learning, "epochs", what="passes over the prompts, with --samples answers to each")
     learning_rate: float | None = changed(Learning, "learning_rate", shown="1e-4, with --full 1e-6")
     weight_decay: float = changed(Finetune, "weight_decay")
     remat: str = changed(Finetune, "remat")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from jgg.cli.errors import UsageError
+from jgg.cli.grpo.prompts import Prompts
 from jgg.data.tokenizers import kind_and_text
 
 _FLOAT = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
@@ -72,7 +73,7 @@ class Reward:
       given: "exact", "number", FILE.py or FILE.py:NAME.
       columns: the columns of the prompts, without "prompt".
 
-    Raises: UsageError: there is no such function, or it has an argument that is no column.
+    Raises: UsageError: there is no such function.
     """
 
     def __init__(self, given: str, columns: Sequence[str]) -> None:
@@ -91,11 +92,24 @@ class Reward:
         needed = {
             p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
         }
-        if needed - known:
-            got = ", ".join(sorted(columns)) or "none"
-            raise UsageError(f"{self.name} needs the column {min(needed - known)} of --prompts, which have {got}")
+        self._needed = needed - own
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
         self._names = known if takes_all else known & {p.name for p in parameters}
+
+    def check_rows(self, option: str, prompts: Prompts) -> None:
+        """Raises UsageError if an option's prompts lack a column that the function needs, or a built-in one an answer.
+
+        A function of a file gets None where a row lacks a column that others have.
+        """
+        if missing := self._needed - {*prompts.columns}:
+            got = ", ".join(sorted(prompts.columns)) or "none"
+            raise UsageError(f"{self.name} needs the column {min(missing)} of {option}, which have {got}")
+        if self._file is None:
+            answers = [prompt.row.get("answer") for prompt in prompts.prompts]
+            try:
+                self._function(completions=[""] * len(answers), answer=answers)
+            except ValueError as error:
+                raise UsageError(f"{self.name} with {option}: {error}") from error
 
     def __call__(self, arguments: Mapping[str, Sequence[object]]) -> np.ndarray:
         """The rewards of answers, float64 [answers]; ends the process in one line where the function is wrong.

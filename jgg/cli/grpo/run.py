@@ -54,6 +54,9 @@ def _prepare(args, folder: Path, config: ModelConfig) -> "_Run":
         held_out = read_prompts("--eval-prompts", args.eval_prompts, tokenizer, config, most, date)
     data = Data(learned, held_out, jgg.data.stop_tokens(folder), date)
     reward = Reward(args.reward, learned.columns)
+    reward.check_rows("--prompts", learned)
+    if held_out is not None:
+        reward.check_rows("--eval-prompts", held_out)
     sampler = Sampler(args, data, tokenizer, reward)
     return _Run(args, sharding, data, *loop.begun(args, data, data.steps(args), learned.digest), sampler=sampler)
 
