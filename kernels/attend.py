@@ -38,6 +38,16 @@ def load_window(is_local):
 
 
 @triton.jit
+def slot_of(position, has_window, RING: tl.constexpr):
+    """Where a position's key is in its layer's part of a cache, which keeps the last RING if the layer has the window;
+    RING 0 keeps all."""
+    if RING:
+        return tl.where(has_window, position % RING, position)
+    else:
+        return position
+
+
+@triton.jit
 def no_keys(BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr):
     """The softmax of no keys: highest logit [rows], sum of weights [rows, ONES], weighted sum of values."""
     highest_logit = tl.full([BLOCK_ROWS], LOWEST, tl.float32)
@@ -96,14 +106,17 @@ def attend_kernel(
     starts,
     is_local,
     sinks,
+    firsts,
     attended,
     log_sums,
     length,
     capacity,
+    slots,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     FEATURES: tl.constexpr,
     WINDOW: tl.constexpr,
+    RING: tl.constexpr,
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     PART: tl.constexpr,
@@ -114,11 +127,13 @@ def attend_kernel(
 ):
     """Each query attends to the keys of its own sequence up to itself, or to the last WINDOW of them.
 
-    Arrays: q and attended [B, length, KV_HEADS * GROUP, FEATURES]; k, v [layers, B, capacity, KV_HEADS, FEATURES];
-    layer int32 [] or None for the first; offset int32 [], the place in k of the first query, or None for 0; starts
-    int32 [B, length], the place of the first key of each query's sequence, which never decreases along a row, or None
-    for 0; is_local bool [] or None; sinks [KV_HEADS * GROUP] or None; log_sums float32 [B, KV_HEADS * GROUP, length],
-    the logarithm of the sum in each softmax. The grid is (heads, B, tiles of queries), the longest tiles first.
+    Arrays: q and attended [B, length, KV_HEADS * GROUP, FEATURES]; k, v [layers, B, slots, KV_HEADS, FEATURES] with
+    `capacity` keys, or with the last RING of them in a layer with the window; layer int32 [] or None for the first;
+    firsts int32 [layers], the first slot of each if k and v are [1, B, slots, ...], or None; offset int32 [], the place
+    in k of the first query, or None for 0; starts int32 [B, length], the place of the first key of each query's
+    sequence, which never decreases along a row, or None for 0; is_local bool [] or None; sinks [KV_HEADS * GROUP] or
+    None; log_sums float32 [B, KV_HEADS * GROUP, length], the logarithm of the sum in each softmax. The grid is (heads,
+    B, tiles of queries), the longest tiles first.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     head, sequence = tl.program_id(0), tl.program_id(1)
@@ -131,7 +146,10 @@ def attend_kernel(
     q_block = tl.load(q + at, mask=exists[:, None] & is_feature[None, :], other=0.0)
 
     of_sequence = sequence
-    if layer is not None:
+    first_slot = sequence * 0
+    if firsts is not None:
+        first_slot += tl.load(firsts + tl.load(layer))
+    elif layer is not None:
         of_sequence += tl.load(layer) * tl.num_programs(1)
     places = queries if offset is None else queries + tl.load(offset)
     has_window = load_window(is_local)
@@ -154,8 +172,9 @@ def attend_kernel(
             k,
             v,
             of_sequence,
-            start,
-            capacity,
+            first_slot + start,
+            slots,
+            capacity - start,
             head // GROUP * FEATURES,
             positions,
             lowest,
@@ -167,6 +186,7 @@ def attend_kernel(
             KV_HEADS * FEATURES,
             FEATURES,
             WINDOW,
+            RING,
             SCALE,
             PRECISION,
             PART,
@@ -185,7 +205,8 @@ def attend_to(
     k,
     v,
     of_sequence,
-    start,
+    first_slot,
+    slots,
     capacity,
     column,
     positions,
@@ -198,32 +219,34 @@ def attend_to(
     STRIDE: tl.constexpr,
     FEATURES: tl.constexpr,
     WINDOW: tl.constexpr,
+    RING: tl.constexpr,
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
     PART: tl.constexpr,
     BY_TMA: tl.constexpr,
     BLOCK_KEYS: tl.constexpr,
 ):
-    """What `result_of` gives for queries at positions `lowest` to `last` of the sequence whose keys begin at base."""
+    """What `result_of` gives for queries at positions `lowest` to `last` of a sequence with keys from first_slot on."""
     keys_of_step = tl.arange(0, BLOCK_KEYS)
     features = tl.arange(0, q_block.shape[1])
     in_step = keys_of_step[:, None] * STRIDE + features[None, :]
     first_keys, first_of_last = first_seen(positions, has_window, WINDOW), first_seen(last, has_window, WINDOW)
     highest_logit, total, acc = no_keys(q_block.shape[0], q_block.shape[1])
     begin = first_seen(tl.maximum(lowest, 0), has_window, WINDOW) // BLOCK_KEYS * BLOCK_KEYS
-    end = tl.minimum(last + 1, capacity - start)
+    end = tl.minimum(last + 1, capacity)
     for part in tl.range(begin // PART, (end + PART - 1) // PART):
         part_highest, part_total, part_acc = no_keys(q_block.shape[0], q_block.shape[1])
         for key in tl.range(tl.maximum(begin, part * PART), tl.minimum(end, (part + 1) * PART), BLOCK_KEYS):
             keys = key + keys_of_step
+            slot = first_slot + slot_of(key, has_window, RING)
             if BY_TMA:
-                k_block = k.load([of_sequence, start + key, column]).reshape(BLOCK_KEYS, q_block.shape[1])
+                k_block = k.load([of_sequence, slot, column]).reshape(BLOCK_KEYS, q_block.shape[1])
             else:
                 mask = (keys < end)[:, None]
                 if q_block.shape[1] > FEATURES:
                     mask = mask & (features < FEATURES)[None, :]
                 # int64: a cache may hold more than 2**31 elements
-                at = (tl.cast(of_sequence, tl.int64) * capacity + start + key) * STRIDE + column
+                at = (tl.cast(of_sequence, tl.int64) * slots + slot) * STRIDE + column
                 k_block = tl.load(k + at + in_step, mask=mask, other=0.0)
             logits = tl.dot(q_block, k_block.T, input_precision=PRECISION)
             if (key + BLOCK_KEYS > lowest + 1) | (key < first_of_last):
@@ -232,7 +255,7 @@ def attend_to(
                     is_seen = is_seen & (keys[None, :] >= first_keys[:, None])
                 logits = tl.where(is_seen, logits, float("-inf"))
             if BY_TMA:
-                v_block = v.load([of_sequence, start + key, column]).reshape(BLOCK_KEYS, q_block.shape[1])
+                v_block = v.load([of_sequence, slot, column]).reshape(BLOCK_KEYS, q_block.shape[1])
             else:
                 v_block = tl.load(v + at + in_step, mask=mask, other=0.0)
             part_highest, part_total, part_acc = add_step(

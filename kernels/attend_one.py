@@ -8,17 +8,17 @@ part, `add_parts_kernel` adds them up.
 import triton
 import triton.language as tl
 
-from .attend import LOG2_E, LOWEST, ONES, add_part, add_step, first_seen, load_window, no_keys, result_of
+from .attend import LOG2_E, LOWEST, ONES, add_part, add_step, first_seen, load_window, no_keys, result_of, slot_of
 from .tiles import highest, row_pointers
 
 
 @triton.jit
-def first_of_token(position, is_local, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+def first_of_token(position, has_window, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     """The first position that the token at `position` attends to; WINDOW and CHUNK are 0 for none."""
     if CHUNK:
         return position // CHUNK * CHUNK
     else:
-        return first_seen(position, load_window(is_local), WINDOW)
+        return first_seen(position, has_window, WINDOW)
 
 
 @triton.jit
@@ -30,16 +30,19 @@ def attend_one_kernel(
     positions,
     is_local,
     sinks,
+    firsts,
     k_cache,
     v_cache,
     attended,
     highest_logits,
     totals,
     capacity,
+    slots,
     KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     FEATURES: tl.constexpr,
     WINDOW: tl.constexpr,
+    RING: tl.constexpr,
     CHUNK: tl.constexpr,
     SCALE: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -52,14 +55,17 @@ def attend_one_kernel(
     to those of the same CHUNK.
 
     Arrays: q and attended [B, KV_HEADS, GROUP, FEATURES]; k, v [B, KV_HEADS, FEATURES]; k_cache, v_cache [layers, B,
-    capacity, KV_HEADS, FEATURES]; layer int32 [], positions int32 [B], is_local bool [] or None, sinks [KV_HEADS *
-    GROUP] or None. The grid is (B, KV_HEADS, parts). With highest_logits and totals [parts, B, KV_HEADS, GROUP] in
-    float32, attended [parts, B, KV_HEADS, GROUP, FEATURES] has the parts' sums in float32 instead.
+    slots, KV_HEADS, FEATURES] with `capacity` positions, or with the last RING of them in a layer with the window;
+    firsts int32 [layers], the first slot of each if the caches are [1, B, slots, ...], or None; layer int32 [],
+    positions int32 [B], is_local bool [] or None, sinks [KV_HEADS * GROUP] or None. The grid is (B, KV_HEADS, parts),
+    from the first part that is seen on. With highest_logits and totals [parts, B, KV_HEADS, GROUP] in float32, attended
+    [parts, B, KV_HEADS, GROUP, FEATURES] has the parts' sums in float32 instead.
     """
     STRIDE: tl.constexpr = KV_HEADS * FEATURES
-    sequence, kv_head, part = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    position = tl.load(positions + sequence)
-    first = first_of_token(position, is_local, WINDOW, CHUNK)
+    sequence, kv_head = tl.program_id(0), tl.program_id(1)
+    position, has_window = tl.load(positions + sequence), load_window(is_local)
+    first = first_of_token(position, has_window, WINDOW, CHUNK)
+    part = first // PART + tl.program_id(2)
     number = sequence * KV_HEADS + kv_head
     rows = tl.arange(0, BLOCK_GROUP)
     features = tl.arange(0, BLOCK_FEATURES)
@@ -72,10 +78,13 @@ def attend_one_kernel(
     own_v = tl.load(v + number * FEATURES + features, mask=is_feature, other=0.0)
 
     # int64: a cache may hold more than 2**31 elements
-    offset = (tl.load(layer).to(tl.int64) * tl.num_programs(0) + sequence) * capacity * STRIDE
+    if firsts is None:
+        offset = (tl.load(layer).to(tl.int64) * tl.num_programs(0) + sequence) * slots * STRIDE
+    else:
+        offset = (sequence.to(tl.int64) * slots + tl.load(firsts + tl.load(layer))) * STRIDE
     offset += kv_head * FEATURES
     is_last = part == position // PART
-    own_offset = offset + position.to(tl.int64) * STRIDE + features
+    own_offset = offset + slot_of(position, has_window, RING).to(tl.int64) * STRIDE + features
     is_stored = is_last & (position >= 0) & (position < capacity)
     stored_features = tl.where(is_stored, FEATURES, 0)
     tl.store(k_cache + own_offset, own_k, mask=features < stored_features)
@@ -87,7 +96,7 @@ def attend_one_kernel(
     start = tl.maximum(part * PART, first // BLOCK_KEYS * BLOCK_KEYS)
     for key in tl.range(start, end, BLOCK_KEYS):
         keys = key + tl.arange(0, BLOCK_KEYS)
-        at = row_pointers(offset, keys, features, STRIDE)
+        at = row_pointers(offset, slot_of(key, has_window, RING) + tl.arange(0, BLOCK_KEYS), features, STRIDE)
         k_block = tl.load(k_cache + at, mask=is_feature[None, :], other=0.0)
         logits = tl.dot(q_block, k_block.T, input_precision=PRECISION)
         if WINDOW + CHUNK:
@@ -96,7 +105,7 @@ def attend_one_kernel(
         highest_logit, total, acc = add_step(highest_logit, total, acc, logits, v_block, SCALE * LOG2_E, PRECISION)
     if is_last:  # the step that ends with the token's own key, which the cache may not have yet
         keys = own_step + tl.arange(0, BLOCK_KEYS)
-        at = row_pointers(offset, keys, features, STRIDE)
+        at = row_pointers(offset, slot_of(own_step, has_window, RING) + tl.arange(0, BLOCK_KEYS), features, STRIDE)
         mask = ((keys >= first) & (keys < tl.minimum(position, capacity)))[:, None] & is_feature[None, :]
         is_own = (keys == position)[:, None]
         k_block = tl.where(is_own, own_k[None, :], tl.load(k_cache + at, mask=mask, other=0.0))
@@ -109,7 +118,7 @@ def attend_one_kernel(
     if highest_logits is None:
         acc, highest_logit, _ = result_of(highest_logit, total, acc, sinks, kv_head * GROUP + rows, is_row)
     else:
-        queries += part * tl.num_programs(0) * (KV_HEADS * GROUP)
+        queries += tl.program_id(2) * tl.num_programs(0) * (KV_HEADS * GROUP)
         tl.store(highest_logits + queries, highest_logit, mask=is_row)
         tl.store(totals + queries, tl.reduce(total, 1, highest), mask=is_row)
     at = row_pointers(attended, queries, features, FEATURES)
@@ -140,12 +149,12 @@ def add_parts_kernel(
     features = tl.arange(0, BLOCK_FEATURES)
     query = sequence * HEADS + head
     highest_logit, total, acc = no_keys(1, BLOCK_FEATURES)
-    first_part = first_of_token(position, is_local, WINDOW, CHUNK) // PART
+    first_part = first_of_token(position, load_window(is_local), WINDOW, CHUNK) // PART
     for step in tl.range(first_part, last_part + 1, UNROLL):
         loaded = ()  # of several parts, before any of them is waited for
         for number in tl.static_range(UNROLL):
             part = step + number + tl.arange(0, 1)
-            queries = part * tl.num_programs(0) * HEADS + query
+            queries = (part - first_part) * tl.num_programs(0) * HEADS + query
             is_seen = part <= last_part
             mask = is_seen[:, None] & (features < FEATURES)[None, :]
             part_highest = tl.load(highest_logits + queries, mask=is_seen, other=LOWEST)

@@ -1,5 +1,6 @@
 """Causal attention with grouped queries, and the cache of keys and values for decoding."""
 
+import dataclasses
 from typing import NamedTuple, Self
 
 import jax
@@ -19,21 +20,26 @@ from jgg.models.max_logits import max_logits
 from jgg.models.modules import Options, linear, linear_several, set_params
 from jgg.models.norms import how_of_rows, norm
 from jgg.models.operations.attend import ATTEND, PART, Attend, takes_heads_of
-from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne, written
+from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne
+from jgg.models.operations.rooms import Rooms, place_of
 from jgg.models.rotary import Rotation, halves_first, rotated
 
 PROJECTIONS = "attention_projections"  # a name of the products q, k and v, for a policy of `jax.checkpoint`
 
 
-class Cache(NamedTuple):
-    """Keys and values of stacked layers: [layers, B, C, kv heads, D], for C positions."""
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Cache:
+    """Keys and values of stacked layers: [layers, B, C, kv heads, D], for C positions, or as their rooms say."""
 
     k: jax.Array
     v: jax.Array
+    rooms: Rooms | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def write(self, layer: jax.Array, positions: jax.Array, k: jax.Array, v: jax.Array) -> Self:
-        """Puts a layer's k and v [B, S, kv heads, D] at their positions [B, S]."""
-        return self._replace(k=written(self.k, layer, positions, k), v=written(self.v, layer, positions, v))
+    def write(self, layer: jax.Array | int, slots: jax.Array, k: jax.Array, v: jax.Array) -> Self:
+        """Puts a layer's k and v [B, S, kv heads, D] at their slots [B, S]; those past the last are left out."""
+        at = layer, jnp.arange(len(slots))[:, None], slots
+        return dataclasses.replace(self, k=self.k.at[at].set(k), v=self.v.at[at].set(v))
 
 
 class Place(NamedTuple):
@@ -95,6 +101,18 @@ class Place(NamedTuple):
         places = jnp.arange(length, dtype=jnp.int32) + (0 if self.start is None else self.start)
         return places[None] < self.lengths[:, None]
 
+    def write(self, cache: Cache, k: jax.Array, v: jax.Array) -> Cache:
+        """The cache with the tokens' k and v [B, S, kv heads, D], if later tokens may see them."""
+        rooms, positions = cache.rooms, jnp.broadcast_to(self.positions, k.shape[:2])
+        layer, slots = place_of(rooms, self.layer, positions, self.window, self.is_local)
+        if rooms is not None:  # two tokens of a sequence have different slots, and padding has none
+            ends = positions[:, -1:] + 1
+            if self.lengths is not None:
+                ends = jnp.minimum(ends, self.lengths[:, None])
+            is_kept = (positions < ends) & (positions >= ends - rooms.size(self.window, self.is_local))
+            slots = jnp.where(is_kept, slots, cache.k.shape[2])
+        return cache.write(layer, slots, k, v)
+
 
 class Attention(nnx.Module):
     """Attention of one layer: projections, norms of queries and keys, rotary embedding, softmax, output."""
@@ -131,11 +149,11 @@ class Attention(nnx.Module):
         is_token = place.is_token(x.shape[1])
         if is_token is not None:
             k, v = (jnp.where(is_token[..., None, None], array, jnp.zeros((), array.dtype)) for array in (k, v))
-        if cache is not None and x.shape[1] == 1:
+        if cache is not None and x.shape[1] == 1 and (place.lengths is None or cache.rooms is None):
             attended, cache = self._attend_to_cache(q, k, v, place, cache)
         else:
             if cache is not None:
-                cache = cache.write(place.layer, jnp.broadcast_to(place.positions, x.shape[:2]), k, v)
+                cache = place.write(cache, k, v)
             if cache is not None and place.has_more:
                 attended = self._attend_to_those_before(q, place, cache)
             else:
@@ -146,10 +164,13 @@ class Attention(nnx.Module):
         return linear(self, attended, "o", self.options, place.adapters), cache
 
     @staticmethod
-    def empty_cache(own: AttentionConfig, layers: int, batch: int, positions: int, dtype: DTypeLike) -> Cache:
-        """An empty cache for this many layers, sequences and positions."""
-        shape = (layers, batch, positions, own.num_kv_heads, own.head_features)
-        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
+    def empty_cache(
+        own: AttentionConfig, layers: int, batch: int, positions: int, dtype: DTypeLike, rooms: Rooms | None = None
+    ) -> Cache:
+        """An empty cache for this many layers, sequences and positions, with these rooms for them."""
+        layers, slots = (layers, positions) if rooms is None else rooms.cache_shape(layers)
+        shape = (layers, batch, slots, own.num_kv_heads, own.head_features)
+        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), rooms)
 
     def _heads(self, x: jax.Array, place: Place) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Rotated queries and keys, and values, [B, S, heads, D], and the gate [B, S, heads * D], if there is one."""
@@ -217,7 +238,7 @@ class Attention(nnx.Module):
             sinks=None if sinks is None else finite_sinks(sinks),
         )
         scale, window = self.own.scale, place.window
-        return ATTEND(self._how_of_cache, operands, scale=scale, window=window).attended
+        return ATTEND(self._how_of_cache, operands, scale=scale, window=window, rooms=cache.rooms).attended
 
     def _chunk_of(self, cache: Cache) -> int | None:
         """The size of chunks; None if the cache has room for one."""
@@ -245,7 +266,6 @@ class Attention(nnx.Module):
             is_local=None if place.window is None else place.is_local,
             sinks=None if sinks is None else finite_sinks(sinks),
         )
-        scale, window = self.own.scale, place.window
-        chunk = self._chunk_of(cache)
-        attended, *of_cache = ATTEND_ONE(self._how_of_cache, operands, scale=scale, window=window, chunk=chunk)
-        return attended[:, None], Cache(*of_cache)
+        parameters = {"scale": self.own.scale, "window": place.window, "chunk": self._chunk_of(cache)}
+        attended, k_cache, v_cache = ATTEND_ONE(self._how_of_cache, operands, **parameters, rooms=cache.rooms)
+        return attended[:, None], Cache(k_cache, v_cache, cache.rooms)

@@ -69,7 +69,9 @@ def run(
       count: int32 [], how many of the rows of all prompts are wanted, from the first on.
     """
     model, size = nnx.merge(graphdef, state), plan.prompts_at_once * plan.num_samples
-    sharding = model.options.sharding
+    sharding, positions = model.options.sharding, prompts.shape[1]
+    if any(own.window is not None for own in model.config.plan):  # prompts' keys have the slots of rows' then
+        positions += plan.most
 
     def is_unfinished(loop: _Loop) -> jax.Array:
         return loop.group * size < count
@@ -81,7 +83,7 @@ def run(
         first = loop.group * plan.prompts_at_once
         own_prompts = jax.lax.dynamic_slice_in_dim(prompts, first, plan.prompts_at_once)
         own = request._replace(rows=_of_prompts(request.rows, first, plan.prompts_at_once))
-        done = prefill(model, own_prompts, own.rows.lengths, plan, prompts.shape[1])
+        done = prefill(model, own_prompts, own.rows.lengths, plan, positions)
         started = first_tokens(model, own_prompts, done, own, plan)
         numbers = loop.group * size + jnp.arange(size, dtype=jnp.int32)
         started = started._replace(is_done=started.is_done | (numbers >= count))
@@ -114,7 +116,7 @@ def _empty(model: Decoder, prompts: jax.Array, request: Request, plan: Plan) -> 
         shape = model.config.num_moe_layers, count, positions, model.config.moe.topk
         return no_tokens(count, plan, jnp.full(shape, -1, jnp.int32) if plan.details else None)
 
-    caches = model.empty_caches(running, positions)
+    caches = model.empty_caches(running, positions, plan.piece(prompts.shape[1]))
     occurrences = None
     if rows.penalties is not None:
         none = jnp.zeros((running, model.config.vocabulary), jnp.int32)

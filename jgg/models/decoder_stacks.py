@@ -8,8 +8,9 @@ from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_flag, as_mask
+from jgg.core.mixers import AttentionConfig
 from jgg.extend import barrier
-from jgg.models.attention import Place
+from jgg.models.attention import Attention, Place
 from jgg.models.config import ModelConfig
 from jgg.models.embedding import embed, embedded
 from jgg.models.fp8_forms import put_forms
@@ -17,8 +18,10 @@ from jgg.models.head import Head, logits_of
 from jgg.models.layer import MIXERS, Layer
 from jgg.models.modules import Options
 from jgg.models.norms import norm
+from jgg.models.operations.rooms import Rooms
 from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.shard_map import map_sequences
+from jgg.models.stack_plan import StackPlan
 from jgg.models.stacks import joined, merge_stack, periods_of, rotations_of, run
 from jgg.models.token_arrays import as_choices, as_segments, check_shape, runs_of
 from jgg.nnx import sow
@@ -124,14 +127,21 @@ class DecoderStacks(nnx.Module):
     def _last_norm(self, scale: jax.Array, x: jax.Array) -> jax.Array:
         return norm(x, self.config.norm_scale(scale), self.config.norm_epsilon, self.options.dense_implementation)
 
-    def empty_caches(self, batch: int, positions: int) -> Caches:
-        """Empty caches for this many sequences and positions: one for each stack of `config.plan`."""
-        config, options = self.config, self.options
-        caches = (
-            MIXERS[plan.mixer.kind].empty_cache(plan.mixer, plan.count, batch, positions, options.dtype)
-            for plan in config.plan
-        )
-        return jax.tree.map(functools.partial(split_batch, sharding=options.sharding, axis=1), tuple(caches))
+    def empty_caches(self, batch: int, positions: int, piece: int | None = None) -> Caches:
+        """Empty caches for this many sequences and positions: one for each stack of `config.plan`.
+
+        Args:
+          piece: the most tokens of a sequence that run at once with a `start` after its first token. Layers with a
+            window then keep little more than that. None for any number; all layers keep all positions.
+        """
+        caches = tuple(self._empty_cache(plan, batch, positions, piece) for plan in self.config.plan)
+        return jax.tree.map(functools.partial(split_batch, sharding=self.options.sharding, axis=1), caches)
+
+    def _empty_cache(self, plan: StackPlan, batch: int, positions: int, piece: int | None) -> object:
+        own, sizes = plan.mixer, (plan.count, batch, positions, self.options.dtype)
+        if piece is None or not isinstance(own, AttentionConfig):
+            return MIXERS[own.kind].empty_cache(own, *sizes)
+        return Attention.empty_cache(own, *sizes, Rooms.of(plan.window, plan.has_window, positions, piece))
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of the last features [..., H]."""

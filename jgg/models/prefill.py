@@ -35,6 +35,11 @@ class Plan:
     rows: int | None = None
     prompts_at_once: int = 1
 
+    def piece(self, longest: int) -> int:
+        """The most tokens of a sequence that run at once after its first ones, for prompts of this length."""
+        size = self.prefill_chunk
+        return 1 if size is None or size >= longest else size
+
 
 class Prefilled(NamedTuple):
     """The last features [B, H] of prompts as far as they have run, their caches, and choices [L, B, S, k]."""
@@ -52,7 +57,8 @@ def prefill(model: Decoder, prompts: jax.Array, lengths: jax.Array, plan: Plan, 
     (batch, longest), config = prompts.shape, model.config
     shape = config.num_moe_layers, batch, longest, config.moe.topk
     choices = jnp.full(shape, -1, jnp.int32) if plan.details else None
-    last, caches = jnp.zeros((batch, config.features), model.options.dtype), model.empty_caches(batch, positions)
+    last = jnp.zeros((batch, config.features), model.options.dtype)
+    caches = model.empty_caches(batch, positions, plan.piece(longest))
     through = functools.partial(_run_chunk, *nnx.split(model), lengths, plan)
     done, size = Prefilled(last, caches, choices), plan.prefill_chunk or longest
     if size >= longest:

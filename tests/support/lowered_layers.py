@@ -23,6 +23,7 @@ from jgg.models.operations.delta_rule_backward import DELTA_RULE_BACKWARD, Delta
 from jgg.models.operations.delta_rule_one import DELTA_RULE_ONE, DeltaRuleOne
 from jgg.models.operations.losses import LOSSES, Scored
 from jgg.models.operations.norm import NORM, NORM_BACKWARD, Norm, NormBackward
+from jgg.models.operations.rooms import Rooms
 from jgg.models.operations.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward, Hidden
 from jgg.products.add_gated import ADD_GATED, AddGated
@@ -171,7 +172,7 @@ def lower_fp8_product(out_dtype, options):
 
 
 def lower_attend(heads, kv_heads, features, has_window, dtype):
-    """Attention of whole sequences, or, with a window, of those packed in rows."""
+    """Attention of whole sequences, or, with a window, of those packed in rows and of some tokens to a cache."""
     batch, length = 2, 1000
     key = jax.ShapeDtypeStruct((1, batch, length, kv_heads, features), dtype)
     operands = Attend(jax.ShapeDtypeStruct((batch, length, heads, features), dtype), key, key)
@@ -180,18 +181,27 @@ def lower_attend(heads, kv_heads, features, has_window, dtype):
         sinks = jax.ShapeDtypeStruct((heads,), "float32")
         operands = operands._replace(starts=starts, is_local=is_local, sinks=sinks)
     lower(kernels_of(ATTEND, scale=0.1, window=128 if has_window else None), operands)
+    if has_window:
+        rooms = Rooms(length, 192, (True, False))
+        cache = jax.ShapeDtypeStruct((1, batch, rooms.cache_shape(2)[1], kv_heads, features), dtype)
+        number = jax.ShapeDtypeStruct((), "int32")
+        operands = operands._replace(k=cache, v=cache, layer=number, offset=number, starts=None)
+        lower(kernels_of(ATTEND, scale=0.1, window=128, rooms=rooms), operands)
 
 
 def lower_attend_one(heads, kv_heads, features, has_window, dtype):
-    """Attention of one token to a cache that takes several programs."""
-    batch, capacity, layers = 3, 1000, 2
+    """Attention of one token to a cache that takes several programs; layers with a window have less room."""
+    batch, capacity, layers, rooms = 3, 1000, 2, None
+    if has_window:
+        rooms = Rooms(capacity, 128, (True, False))
+        layers, capacity = rooms.cache_shape(layers)
     query, key = (batch, heads, features), (batch, kv_heads, features)
     cache = layers, batch, capacity, kv_heads, features
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in (query, key, key, cache, cache)]
     arrays += [jax.ShapeDtypeStruct(shape, "int32") for shape in ((), (batch,))]
     more = [jax.ShapeDtypeStruct((), "bool"), jax.ShapeDtypeStruct((heads,), "float32")]
     operands = AttendOne(*arrays, *(more if has_window else ()))
-    lower(kernels_of(ATTEND_ONE, scale=0.1, window=128 if has_window else None), operands)
+    lower(kernels_of(ATTEND_ONE, scale=0.1, window=128 if has_window else None, rooms=rooms), operands)
 
 
 def lower_delta_rule(features, dtype):

@@ -1,0 +1,80 @@
+"""Where the layers of a stack keep keys and values in a cache, if those with a window keep few more than it sees."""
+
+import itertools
+from typing import NamedTuple, Self
+
+import jax
+import jax.numpy as jnp
+
+_STEP = 64  # keys: a multiple of those of each step of the kernels
+
+
+class Rooms(NamedTuple):
+    """The rooms of a stack's layers in the cache of a sequence.
+
+    The key of position p is at slot p of its layer's room, or at slot p % ring if the layer has the window, where it
+    replaces a key that no later token sees. A step of keys is contiguous in both.
+
+    Attributes:
+      positions: the most positions of a sequence, and the slots of a layer without the window.
+      ring: the slots of a layer with the window, fewer than positions.
+      has_window: whether each layer has the window; the cache is [1, B, slots of all layers, ...]. None if all have it;
+        the cache is [layers, B, ring, ...].
+    """
+
+    positions: int
+    ring: int
+    has_window: tuple[bool, ...] | None
+
+    @classmethod
+    def of(cls, window: int | None, has_window: tuple[bool, ...] | None, positions: int, piece: int) -> Self | None:
+        """The rooms of layers for at most `piece` tokens at a time after the first; None if no layer needs less room.
+
+        Args:
+          window: how many of the last tokens one attends to; None for all, in all layers.
+        """
+        if window is None:
+            return None
+        ring = -(-(window + piece - 1) // _STEP) * _STEP
+        return cls(positions, ring, has_window) if ring < positions else None
+
+    def cache_shape(self, layers: int) -> tuple[int, int]:
+        """The layers and slots of the cache of this many layers."""
+        return (layers, self.ring) if self.has_window is None else (1, sum(self._sizes(self.has_window)))
+
+    def size(self, window: int | None, is_local: jax.Array | None) -> jax.Array | int:
+        """The slots of a layer with this window, which it has if is_local."""
+        if window is None:
+            return self.positions
+        return self.ring if is_local is None else jnp.where(is_local, jnp.int32(self.ring), jnp.int32(self.positions))
+
+    @property
+    def firsts(self) -> jax.Array | None:
+        """The first slot of each layer's room, int32 [layers]; None if it is 0 in all layers."""
+        if self.has_window is None:
+            return None
+        sizes = self._sizes(self.has_window)
+        return jnp.asarray(list(itertools.accumulate(sizes[:-1], initial=0)), jnp.int32)
+
+    def _sizes(self, has_window: tuple[bool, ...]) -> list[int]:
+        return [self.ring if own else self.positions for own in has_window]
+
+
+def place_of(
+    rooms: Rooms | None, layer: jax.Array | int, positions: jax.Array, window: int | None, is_local: jax.Array | None
+) -> tuple[jax.Array | int, jax.Array]:
+    """The index of a layer along the first axis of a cache, and the slots of positions along the third."""
+    if rooms is None:
+        return layer, positions
+    slots, firsts = positions % rooms.size(window, is_local), rooms.firsts
+    return (layer, slots) if firsts is None else (0, slots + firsts[layer])
+
+
+def keys_of(
+    rooms: Rooms | None, cache: jax.Array, layer: jax.Array | int, window: int | None, is_local: jax.Array | None
+) -> jax.Array:
+    """A layer's keys or values [B, positions, ...] in the order of positions; those with no slot are others'."""
+    if rooms is None:
+        return cache[layer]
+    index, slots = place_of(rooms, layer, jnp.arange(rooms.positions, dtype=jnp.int32), window, is_local)
+    return cache[index].at[:, slots].get(mode="promise_in_bounds")

@@ -1,0 +1,87 @@
+"""Generation with caches that keep windows as windows, by models whose prompts are longer than them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jgg.models
+from jgg.models import continuous, decoding
+from jgg.models.operations.rooms import Rooms
+from tests.support.models import loaded
+
+PROMPTS, LENGTHS = np.random.default_rng(1).integers(1, 60, (5, 97)), np.array([97, 3, 70, 65, 31])
+MOST = [20, 5, 12, 20, 8]
+# 97 tokens in pieces of 32 are three pieces, and one token of which four prompts have none
+CASES = {
+    "whole prompts": {},
+    "pieces": {"prefill_chunk": 32},
+    "rows": {"rows": 4, "num_samples": 2},
+    "rows, pieces": {"rows": 4, "num_samples": 2, "prefill_chunk": 32},
+}
+
+
+def sampled(model, case):
+    options = {"lengths": LENGTHS, "temperature": 1.0, "seeds": np.arange(5), "details": True} | CASES[case]
+    return jgg.models.generate(model, PROMPTS, MOST, **options)
+
+
+def forget_programs():
+    for program in (decoding.start, decoding.advance, continuous.run):
+        program._alone.clear_cache()
+
+
+def check_bits(model, case, monkeypatch):
+    """Results are those of caches that keep all positions."""
+    got = sampled(model, case)
+    with monkeypatch.context() as whole:
+        whole.setattr(Rooms, "of", lambda *_: None)
+        forget_programs()
+        want = sampled(model, case)
+    forget_programs()
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+
+
+@pytest.mark.parametrize(
+    ("family", "case"),
+    [
+        ("gpt_oss", "rows, pieces"),
+        *(pytest.param("gpt_oss", case, marks=pytest.mark.sweep) for case in ("whole prompts", "pieces", "rows")),
+        *(pytest.param("mixtral", case, marks=pytest.mark.sweep) for case in CASES),
+        *(pytest.param("gemma4_text", case, marks=pytest.mark.sweep) for case in CASES),
+    ],
+)
+def test_bits_are_those_of_caches_of_all_positions(family, case, monkeypatch):
+    check_bits(loaded(family), case, monkeypatch)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch_invariant", [True, False])
+@pytest.mark.parametrize("family", ["gpt_oss", "mixtral"])
+@pytest.mark.parametrize("case", CASES)
+def test_bits_are_those_of_caches_of_all_positions_on_a_gpu(case, family, batch_invariant, monkeypatch):
+    check_bits(loaded(family, dtype=jnp.bfloat16, batch_invariant=batch_invariant), case, monkeypatch)
+
+
+def test_new_tokens_have_the_probabilities_of_the_whole_model():
+    model = loaded("mixtral")
+    generated = sampled(model, "pieces")
+    rows = generated.training_rows(PROMPTS, LENGTHS)
+    losses = jax.jit(lambda model, tokens, targets: model.losses(tokens, targets))(model, rows.tokens, rows.targets)
+    np.testing.assert_allclose(jnp.where(rows.is_new, -losses, 0.0), rows.log_probabilities, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "piece", "shapes"),
+    [
+        ("gpt_oss", 1, {(1, 5, 64 + 1000)}),
+        ("gpt_oss", None, {(2, 5, 1000)}),
+        ("mixtral", 32, {(2, 5, 64)}),
+        ("mixtral", 60, {(2, 5, 128)}),
+        ("qwen3_moe", 1, {(2, 5, 1000)}),
+    ],
+)
+def test_room_in_caches(family, piece, shapes):
+    model = loaded(family)
+    caches = jax.eval_shape(lambda: model.empty_caches(5, 1000, piece))
+    assert {array.shape[:3] for array in jax.tree.leaves(caches)} == shapes
