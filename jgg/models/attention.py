@@ -21,7 +21,7 @@ from jgg.models.modules import Options, linear, linear_several, set_params
 from jgg.models.norms import how_of_rows, norm
 from jgg.models.operations.attend import ATTEND, PART, Attend, takes_heads_of
 from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne
-from jgg.models.operations.rooms import Rooms, place_of
+from jgg.models.operations.cache_layout import CacheLayout, place_of
 from jgg.models.rotary import Rotation, halves_first, rotated
 
 PROJECTIONS = "attention_projections"  # a name of the products q, k and v, for a policy of `jax.checkpoint`
@@ -30,11 +30,11 @@ PROJECTIONS = "attention_projections"  # a name of the products q, k and v, for 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of stacked layers: [layers, B, C, kv heads, D], for C positions, or as their rooms say."""
+    """Keys and values of stacked layers: [layers, B, C, kv heads, D], for C positions, or as their layout says."""
 
     k: jax.Array
     v: jax.Array
-    rooms: Rooms | None = dataclasses.field(default=None, metadata={"static": True})
+    layout: CacheLayout | None = dataclasses.field(default=None, metadata={"static": True})
 
     def write(self, layer: jax.Array | int, slots: jax.Array, k: jax.Array, v: jax.Array) -> Self:
         """Puts a layer's k and v [B, S, kv heads, D] at their slots [B, S]; those past the last are left out."""
@@ -103,13 +103,13 @@ class Place(NamedTuple):
 
     def write(self, cache: Cache, k: jax.Array, v: jax.Array) -> Cache:
         """The cache with the tokens' k and v [B, S, kv heads, D], if later tokens may see them."""
-        rooms, positions = cache.rooms, jnp.broadcast_to(self.positions, k.shape[:2])
-        layer, slots = place_of(rooms, self.layer, positions, self.window, self.is_local)
-        if rooms is not None:  # two tokens of a sequence have different slots, and padding has none
+        layout, positions = cache.layout, jnp.broadcast_to(self.positions, k.shape[:2])
+        layer, slots = place_of(layout, self.layer, positions, self.window, self.is_local)
+        if layout is not None:  # two tokens of a sequence have different slots, and padding has none
             ends = positions[:, -1:] + 1
             if self.lengths is not None:
                 ends = jnp.minimum(ends, self.lengths[:, None])
-            is_kept = (positions < ends) & (positions >= ends - rooms.size(self.window, self.is_local))
+            is_kept = (positions < ends) & (positions >= ends - layout.size(self.window, self.is_local))
             slots = jnp.where(is_kept, slots, cache.k.shape[2])
         return cache.write(layer, slots, k, v)
 
@@ -149,7 +149,7 @@ class Attention(nnx.Module):
         is_token = place.is_token(x.shape[1])
         if is_token is not None:
             k, v = (jnp.where(is_token[..., None, None], array, jnp.zeros((), array.dtype)) for array in (k, v))
-        if cache is not None and x.shape[1] == 1 and (place.lengths is None or cache.rooms is None):
+        if cache is not None and x.shape[1] == 1 and (place.lengths is None or cache.layout is None):
             attended, cache = self._attend_to_cache(q, k, v, place, cache)
         else:
             if cache is not None:
@@ -165,12 +165,17 @@ class Attention(nnx.Module):
 
     @staticmethod
     def empty_cache(
-        own: AttentionConfig, layers: int, batch: int, positions: int, dtype: DTypeLike, rooms: Rooms | None = None
+        own: AttentionConfig,
+        layers: int,
+        batch: int,
+        positions: int,
+        dtype: DTypeLike,
+        layout: CacheLayout | None = None,
     ) -> Cache:
-        """An empty cache for this many layers, sequences and positions, with these rooms for them."""
-        layers, slots = (layers, positions) if rooms is None else rooms.cache_shape(layers)
+        """An empty cache for this many layers, sequences and positions, in this layout."""
+        layers, slots = (layers, positions) if layout is None else layout.cache_shape(layers)
         shape = (layers, batch, slots, own.num_kv_heads, own.head_features)
-        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), rooms)
+        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), layout)
 
     def _heads(self, x: jax.Array, place: Place) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Rotated queries and keys, and values, [B, S, heads, D], and the gate [B, S, heads * D], if there is one."""
@@ -238,7 +243,7 @@ class Attention(nnx.Module):
             sinks=None if sinks is None else finite_sinks(sinks),
         )
         scale, window = self.own.scale, place.window
-        return ATTEND(self._how_of_cache, operands, scale=scale, window=window, rooms=cache.rooms).attended
+        return ATTEND(self._how_of_cache, operands, scale=scale, window=window, layout=cache.layout).attended
 
     def _chunk_of(self, cache: Cache) -> int | None:
         """The size of chunks; None if the cache has room for one."""
@@ -267,5 +272,5 @@ class Attention(nnx.Module):
             sinks=None if sinks is None else finite_sinks(sinks),
         )
         parameters = {"scale": self.own.scale, "window": place.window, "chunk": self._chunk_of(cache)}
-        attended, k_cache, v_cache = ATTEND_ONE(self._how_of_cache, operands, **parameters, rooms=cache.rooms)
-        return attended[:, None], Cache(k_cache, v_cache, cache.rooms)
+        attended, k_cache, v_cache = ATTEND_ONE(self._how_of_cache, operands, **parameters, layout=cache.layout)
+        return attended[:, None], Cache(k_cache, v_cache, cache.layout)

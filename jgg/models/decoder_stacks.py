@@ -18,7 +18,7 @@ from jgg.models.head import Head, logits_of
 from jgg.models.layer import MIXERS, Layer
 from jgg.models.modules import Options
 from jgg.models.norms import norm
-from jgg.models.operations.rooms import Rooms
+from jgg.models.operations.cache_layout import CacheLayout
 from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.shard_map import map_sequences
 from jgg.models.stack_plan import StackPlan
@@ -141,7 +141,7 @@ class DecoderStacks(nnx.Module):
         own, sizes = plan.mixer, (plan.count, batch, positions, self.options.dtype)
         if piece is None or not isinstance(own, AttentionConfig):
             return MIXERS[own.kind].empty_cache(own, *sizes)
-        return Attention.empty_cache(own, *sizes, Rooms.of(plan.window, plan.has_window, positions, piece))
+        return Attention.empty_cache(own, *sizes, CacheLayout.of(plan.window, plan.has_window, positions, piece))
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of the last features [..., H]."""

@@ -7,7 +7,7 @@ import pytest
 
 import jgg.models
 from jgg.models import continuous, decoding
-from jgg.models.operations.rooms import Rooms
+from jgg.models.operations.cache_layout import CacheLayout
 from tests.support.models import loaded
 
 PROMPTS, LENGTHS = np.random.default_rng(1).integers(1, 60, (5, 97)), np.array([97, 3, 70, 65, 31])
@@ -35,7 +35,7 @@ def check_bits(model, case, monkeypatch):
     """Results are those of caches that keep all positions."""
     got = sampled(model, case)
     with monkeypatch.context() as whole:
-        whole.setattr(Rooms, "of", lambda *_: None)
+        whole.setattr(CacheLayout, "of", lambda *_: None)
         forget_programs()
         want = sampled(model, case)
     forget_programs()

@@ -18,12 +18,12 @@ from jgg.models.operations.attend import ATTEND, Attend
 from jgg.models.operations.attend_latents import ATTEND_LATENTS, AttendLatents
 from jgg.models.operations.attend_latents_one import ATTEND_LATENTS_ONE, AttendLatentsOne
 from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne
+from jgg.models.operations.cache_layout import CacheLayout
 from jgg.models.operations.delta_rule import DELTA_RULE, DeltaRule
 from jgg.models.operations.delta_rule_backward import DELTA_RULE_BACKWARD, DeltaRuleBackward
 from jgg.models.operations.delta_rule_one import DELTA_RULE_ONE, DeltaRuleOne
 from jgg.models.operations.losses import LOSSES, Scored
 from jgg.models.operations.norm import NORM, NORM_BACKWARD, Norm, NormBackward
-from jgg.models.operations.rooms import Rooms
 from jgg.models.operations.rotary import ROTARY, ROTARY_BACKWARD, Rotary, RotaryBackward
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward, Hidden
 from jgg.products.add_gated import ADD_GATED, AddGated
@@ -182,26 +182,26 @@ def lower_attend(heads, kv_heads, features, has_window, dtype):
         operands = operands._replace(starts=starts, is_local=is_local, sinks=sinks)
     lower(kernels_of(ATTEND, scale=0.1, window=128 if has_window else None), operands)
     if has_window:
-        rooms = Rooms(length, 192, (True, False))
-        cache = jax.ShapeDtypeStruct((1, batch, rooms.cache_shape(2)[1], kv_heads, features), dtype)
+        layout = CacheLayout(length, 192, (True, False))
+        cache = jax.ShapeDtypeStruct((1, batch, layout.cache_shape(2)[1], kv_heads, features), dtype)
         number = jax.ShapeDtypeStruct((), "int32")
         operands = operands._replace(k=cache, v=cache, layer=number, offset=number, starts=None)
-        lower(kernels_of(ATTEND, scale=0.1, window=128, rooms=rooms), operands)
+        lower(kernels_of(ATTEND, scale=0.1, window=128, layout=layout), operands)
 
 
 def lower_attend_one(heads, kv_heads, features, has_window, dtype):
     """Attention of one token to a cache that takes several programs; layers with a window have less room."""
-    batch, capacity, layers, rooms = 3, 1000, 2, None
+    batch, capacity, layers, layout = 3, 1000, 2, None
     if has_window:
-        rooms = Rooms(capacity, 128, (True, False))
-        layers, capacity = rooms.cache_shape(layers)
+        layout = CacheLayout(capacity, 128, (True, False))
+        layers, capacity = layout.cache_shape(layers)
     query, key = (batch, heads, features), (batch, kv_heads, features)
     cache = layers, batch, capacity, kv_heads, features
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in (query, key, key, cache, cache)]
     arrays += [jax.ShapeDtypeStruct(shape, "int32") for shape in ((), (batch,))]
     more = [jax.ShapeDtypeStruct((), "bool"), jax.ShapeDtypeStruct((heads,), "float32")]
     operands = AttendOne(*arrays, *(more if has_window else ()))
-    lower(kernels_of(ATTEND_ONE, scale=0.1, window=128 if has_window else None, rooms=rooms), operands)
+    lower(kernels_of(ATTEND_ONE, scale=0.1, window=128 if has_window else None, layout=layout), operands)
 
 
 def lower_delta_rule(features, dtype):

@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from jgg.core.gpu_target import Target
 from jgg.extend import How, Launch, Launcher, Operation, array_type, matrices, power_of_2, tiles_of, vmap
 from jgg.models.operations.attend_plain import Mask, attend_by_mask
-from jgg.models.operations.rooms import Rooms, keys_of
+from jgg.models.operations.cache_layout import CacheLayout, keys_of
 
 PART = 512  # keys whose softmax is one; longer sequences add up several
 _LARGEST_HEAD = 1024  # bytes of a head that kernels take: more features spill registers
@@ -21,7 +21,7 @@ class Attend(NamedTuple):
 
     Attributes:
       q: [B, S, heads, D].
-      k, v: [layers, B, C, kv heads, D], in the dtype of q: a cache, also one with `Rooms`, or the tokens' own, of one
+      k, v: [layers, B, C, kv heads, D], in the dtype of q: a cache in any layout, or the tokens' own, of one
         layer.
       layer: int32 [], the layer of k and v; None for the first.
       offset: int32 [], the place in k of the first query, the others being at those after it; None for 0.
@@ -69,15 +69,17 @@ def precision_of(dtype: DTypeLike) -> str:
     return "ieee" if dtype == jnp.float32 else "tf32"
 
 
-def _result_types(operands: Attend, scale: float, window: int | None, rooms: Rooms | None = None) -> AttendedTokens:
+def _result_types(
+    operands: Attend, scale: float, window: int | None, layout: CacheLayout | None = None
+) -> AttendedTokens:
     batch, length, heads, _ = operands.q.shape
     log_sums = array_type((batch, heads, length), jnp.float32)
     return AttendedTokens(array_type(operands.q.shape, operands.q.dtype), log_sums)
 
 
-def _plain(operands: Attend, scale: float, window: int | None, rooms: Rooms | None = None) -> AttendedTokens:
+def _plain(operands: Attend, scale: float, window: int | None, layout: CacheLayout | None = None) -> AttendedTokens:
     q, k, v, layer, offset, starts, is_local, sinks = operands
-    k, v = (keys_of(rooms, array, 0 if layer is None else layer, window, is_local) for array in (k, v))
+    k, v = (keys_of(layout, array, 0 if layer is None else layer, window, is_local) for array in (k, v))
     places = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     mask = Mask(places if offset is None else places + offset, starts, window, is_local)
     attended, logits = attend_by_mask(q, k, v, mask.sees(jnp.arange(k.shape[1], dtype=jnp.int32)), sinks, scale)
@@ -106,15 +108,15 @@ def _tiles(target: Target, block: int, dtype: jnp.dtype, block_keys: int, by_tma
 
 
 def _launch(
-    launcher: Launcher, operands: Attend, scale: float, window: int | None, rooms: Rooms | None = None
+    launcher: Launcher, operands: Attend, scale: float, window: int | None, layout: CacheLayout | None = None
 ) -> AttendedTokens:
     from jgg.kernels.attend import attend_kernel
 
     batch, length, heads, features = operands.q.shape
     slots, kv_heads = operands.k.shape[2:4]
-    capacity = slots if rooms is None else rooms.positions
+    capacity = slots if layout is None else layout.positions
     if not takes_heads_of(features, operands.q.dtype) or scale <= 0:
-        return _plain(operands, scale, window, rooms)
+        return _plain(operands, scale, window, layout)
     block, dtype = block_features(features), operands.q.dtype
     block_keys = keys_of_step(features, dtype)
     is_aligned = features * dtype.itemsize % 16 == 0  # where a head begins, too: GPUs stop at other blocks of TMA
@@ -130,7 +132,7 @@ def _launch(
         operands={
             **operands._asdict(),
             **keys,
-            "firsts": None if rooms is None else rooms.firsts,
+            "firsts": None if layout is None else layout.firsts,
             "length": length,
             "capacity": capacity,
             "slots": slots,
@@ -141,7 +143,7 @@ def _launch(
             "GROUP": heads // kv_heads,
             "FEATURES": features,
             "WINDOW": window or 0,
-            "RING": 0 if rooms is None or window is None else rooms.ring,
+            "RING": 0 if layout is None or window is None else layout.ring,
             "SCALE": scale,
             "PRECISION": precision_of(dtype),
             "PART": PART,
@@ -161,7 +163,7 @@ def _launch(
 
 
 def _merge_batch(
-    how: How, operands: Attend, batched: Attend, scale: float, window: int | None, rooms: Rooms | None = None
+    how: How, operands: Attend, batched: Attend, scale: float, window: int | None, layout: CacheLayout | None = None
 ) -> AttendedTokens | None:
     """One product of all sequences, where only arrays that have an axis of sequences are batched."""
     if not (batched.q and batched.k and batched.v) or operands.k.shape[1] != 1:
@@ -172,7 +174,7 @@ def _merge_batch(
     starts = operands.starts if batched.starts is None else vmap.for_each(operands.starts, batched.starts, size)
     k, v = (array.reshape(1, -1, *array.shape[3:]) for array in (operands.k, operands.v))
     merged = operands._replace(q=vmap.flat(operands.q), k=k, v=v, starts=vmap.flat(starts))
-    results = ATTEND(how, merged, scale=scale, window=window, rooms=rooms)
+    results = ATTEND(how, merged, scale=scale, window=window, layout=layout)
     return jax.tree.map(lambda result: result.reshape(size, -1, *result.shape[1:]), results)
 
 
@@ -185,4 +187,4 @@ ATTEND: Operation[AttendedTokens] = Operation(
     vmap=_merge_batch,
 )
 """AttendedTokens; the parameters are the factor of the logits, more than 0, how many of the last tokens are seen, None
-for all, and the `Rooms` of k and v, None where each layer has C positions."""
+for all, and the `CacheLayout` of k and v, None where each layer has C positions."""

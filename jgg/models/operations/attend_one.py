@@ -13,7 +13,7 @@ from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2, tile
 from jgg.models.operations import attend
 from jgg.models.operations.attend import block_features, keys_of_step, precision_of, takes_heads_of
 from jgg.models.operations.attend_plain import Mask, attend_by_mask
-from jgg.models.operations.rooms import Rooms, keys_of, place_of
+from jgg.models.operations.cache_layout import CacheLayout, keys_of, place_of
 
 
 class AttendOne(NamedTuple):
@@ -22,7 +22,7 @@ class AttendOne(NamedTuple):
     Attributes:
       q: [B, heads, D].
       k, v: [B, kv heads, D], the token's own.
-      k_cache, v_cache: [layers, B, C, kv heads, D], in the dtype of k and v, or as their `Rooms` say.
+      k_cache, v_cache: [layers, B, C, kv heads, D], in the dtype of k and v, or as their `CacheLayout` says.
       layer: int32 [], the layer of the cache.
       positions: int32 [B], the positions of the tokens, from 0 to C - 1.
       is_local: bool [], whether the window holds; None if it does, or if there is none.
@@ -57,19 +57,19 @@ def written(cache: jax.Array, layer: jax.Array | int, positions: jax.Array, own:
 
 
 def _result_types(
-    operands: AttendOne, scale: float, window: int | None, chunk: int | None = None, rooms: Rooms | None = None
+    operands: AttendOne, scale: float, window: int | None, chunk: int | None = None, layout: CacheLayout | None = None
 ) -> Attended:
     return Attended(*(array_type(array.shape, array.dtype) for array in (operands.q, *operands[3:5])))
 
 
 def _plain(
-    operands: AttendOne, scale: float, window: int | None, chunk: int | None = None, rooms: Rooms | None = None
+    operands: AttendOne, scale: float, window: int | None, chunk: int | None = None, layout: CacheLayout | None = None
 ) -> Attended:
     layer, positions, is_local = operands.layer, operands.positions[:, None], operands.is_local
-    at = place_of(rooms, layer, positions, window, is_local)
+    at = place_of(layout, layer, positions, window, is_local)
     k_cache = written(operands.k_cache, *at, operands.k[:, None])
     v_cache = written(operands.v_cache, *at, operands.v[:, None])
-    k, v = (keys_of(rooms, cache, layer, window, is_local) for cache in (k_cache, v_cache))
+    k, v = (keys_of(layout, cache, layer, window, is_local) for cache in (k_cache, v_cache))
     mask = Mask(positions, None if chunk is None else positions - positions % chunk, window, is_local)
     seen = mask.sees(jnp.arange(k.shape[1], dtype=jnp.int32))
     attended, _ = attend_by_mask(operands.q[:, None], k, v, seen, operands.sinks, scale)
@@ -82,19 +82,19 @@ def _launch(
     scale: float,
     window: int | None,
     chunk: int | None = None,
-    rooms: Rooms | None = None,
+    layout: CacheLayout | None = None,
 ) -> Attended:
     from jgg.kernels.attend_one import attend_one_kernel
 
     batch, heads, features = operands.q.shape
     slots, kv_heads = operands.k_cache.shape[2:4]
-    capacity = slots if rooms is None else rooms.positions
+    capacity = slots if layout is None else layout.positions
     tiles = tiles_of("attend_one_kernel", launcher.target)
     row_bytes = block_features(features) * operands.k.dtype.itemsize
     block_keys, block_group = keys_of_step(features, operands.k.dtype), max(16, power_of_2(heads // kv_heads))
     room, bytes_of_step = launcher.target.shared_memory - block_group * row_bytes, 2 * block_keys * row_bytes
     if not takes_heads_of(features, operands.q.dtype) or scale <= 0 or bytes_of_step > room:
-        return _plain(operands, scale, window, chunk, rooms)
+        return _plain(operands, scale, window, chunk, layout)
     parts = math.ceil(capacity / attend.PART)
     if window is not None and operands.is_local is None:
         parts = min(parts, (window - 2) // attend.PART + 2)
@@ -114,12 +114,12 @@ def _launch(
         outputs = {"attended": attended, "highest_logits": of_parts, "totals": of_parts}
     of_part = Launch(
         operands=operands._asdict()
-        | {"firsts": None if rooms is None else rooms.firsts, "capacity": capacity, "slots": slots}
+        | {"firsts": None if layout is None else layout.firsts, "capacity": capacity, "slots": slots}
         | ({} if parts > 1 else {"highest_logits": None, "totals": None}),
         outputs={"k_cache": operands.k_cache, "v_cache": operands.v_cache, **outputs},
         constants=sizes
         | {
-            "RING": 0 if rooms is None or window is None else rooms.ring,
+            "RING": 0 if layout is None or window is None else layout.ring,
             "KV_HEADS": kv_heads,
             "GROUP": heads // kv_heads,
             "SCALE": scale,
@@ -169,5 +169,5 @@ ATTEND_ONE: Operation[Attended] = Operation(
     vmap="several",
 )
 """Attended; the parameters are the factor of the logits, how many of the last tokens are seen (None for all), the chunk
-size where a token sees only its own chunk (None for a single chunk), and the `Rooms` of the caches (None where each
-layer has C positions). A layer has at most one of window and chunk."""
+size where a token sees only its own chunk (None for a single chunk), and the `CacheLayout` of the caches (None where
+each layer has C positions). A layer has at most one of window and chunk."""

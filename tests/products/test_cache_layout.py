@@ -12,7 +12,7 @@ from jgg.launching.choice import How
 from jgg.models.operations import attend
 from jgg.models.operations.attend import ATTEND, Attend
 from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne
-from jgg.models.operations.rooms import Rooms, place_of
+from jgg.models.operations.cache_layout import CacheLayout, place_of
 from tests.support.marks import EVERYWHERE
 
 POSITIONS, WINDOW, PIECE = 300, 40, 20
@@ -30,12 +30,12 @@ def random(*shape, seed=0):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * 2, jnp.float32)
 
 
-def filled(rooms, keys, ends, is_local):
+def filled(layout, keys, ends, is_local):
     """The cache of three layers in which the last has keys [B, POSITIONS, ...] up to each end, and others' are 7."""
-    layers, slots = (3, POSITIONS) if rooms is None else rooms.cache_shape(3)
+    layers, slots = (3, POSITIONS) if layout is None else layout.cache_shape(3)
     cache = np.full((layers, len(keys), slots, *keys.shape[2:]), 7, keys.dtype)
     for row, end in enumerate(ends):
-        layer, slots = place_of(rooms, jnp.int32(2), np.arange(end, dtype=np.int32), WINDOW, is_local)
+        layer, slots = place_of(layout, jnp.int32(2), np.arange(end, dtype=np.int32), WINDOW, is_local)
         cache[int(layer), row, np.asarray(slots)] = keys[row, :end]  # the last where several have a slot
     return jnp.asarray(cache)
 
@@ -45,9 +45,9 @@ def both(case, ends, run):
     has_window, is_local = STACKS[case]
     is_local = None if is_local is None else jnp.asarray(is_local)
     results = []
-    for rooms in (Rooms.of(WINDOW, has_window, POSITIONS, PIECE), None):
-        caches = (filled(rooms, np.asarray(random(2, POSITIONS, 2, 16, seed=seed)), ends, is_local) for seed in (1, 2))
-        results.append(run(rooms, is_local, *caches))
+    for layout in (CacheLayout.of(WINDOW, has_window, POSITIONS, PIECE), None):
+        caches = (filled(layout, np.asarray(random(2, POSITIONS, 2, 16, seed=seed)), ends, is_local) for seed in (1, 2))
+        results.append(run(layout, is_local, *caches))
     assert results[0][1].size < results[1][1].size
     return results
 
@@ -59,10 +59,10 @@ def test_one_token(case, positions, implementation, parts):
     how, own = How(implementation, current_target()), (random(2, heads, 16, seed=heads) for heads in (4, 2, 2))
     own, of_tokens = tuple(own), jnp.asarray(positions, jnp.int32)
 
-    def run(rooms, is_local, k, v):
+    def run(layout, is_local, k, v):
         operands = AttendOne(*own, k, v, jnp.int32(2), of_tokens, is_local, random(4))
-        attended, k, _ = jax.jit(functools.partial(ATTEND_ONE, how, scale=0.2, window=WINDOW, rooms=rooms))(operands)
-        layer, slots = place_of(rooms, jnp.int32(2), of_tokens, WINDOW, is_local)
+        attended, k, _ = jax.jit(functools.partial(ATTEND_ONE, how, scale=0.2, window=WINDOW, layout=layout))(operands)
+        layer, slots = place_of(layout, jnp.int32(2), of_tokens, WINDOW, is_local)
         np.testing.assert_array_equal(k[layer, np.arange(2), slots], own[1])
         return attended, k
 
@@ -76,19 +76,19 @@ def test_one_token(case, positions, implementation, parts):
 def test_some_tokens(case, start, count, implementation, parts):
     how, q = How(implementation, current_target()), random(2, count, 4, 16)
 
-    def run(rooms, is_local, k, v):
+    def run(layout, is_local, k, v):
         operands = Attend(q, k, v, jnp.int32(2), jnp.int32(start), is_local=is_local, sinks=random(4))
-        return jax.jit(functools.partial(ATTEND, how, scale=0.2, window=WINDOW, rooms=rooms))(operands).attended, k
+        return jax.jit(functools.partial(ATTEND, how, scale=0.2, window=WINDOW, layout=layout))(operands).attended, k
 
     got, want = both(case, [start + count] * 2, run)
     np.testing.assert_array_equal(got[0], want[0])
 
 
 def test_no_room_is_kept_where_it_would_not_be_less():
-    assert Rooms.of(None, None, 1000, 1) is None
-    assert Rooms.of(128, None, 128, 1) is None
-    assert Rooms.of(128, None, 129, 1) == Rooms(129, 128, None)
-    assert Rooms.of(128, None, 129, 2) is None
-    assert Rooms.of(128, None, 1000, 65) == Rooms(1000, 192, None)
-    assert Rooms(1000, 192, None).cache_shape(3) == (3, 192)
-    assert Rooms(1000, 192, (True, False, True)).cache_shape(3) == (1, 1384)
+    assert CacheLayout.of(None, None, 1000, 1) is None
+    assert CacheLayout.of(128, None, 128, 1) is None
+    assert CacheLayout.of(128, None, 129, 1) == CacheLayout(129, 128, None)
+    assert CacheLayout.of(128, None, 129, 2) is None
+    assert CacheLayout.of(128, None, 1000, 65) == CacheLayout(1000, 192, None)
+    assert CacheLayout(1000, 192, None).cache_shape(3) == (3, 192)
+    assert CacheLayout(1000, 192, (True, False, True)).cache_shape(3) == (1, 1384)

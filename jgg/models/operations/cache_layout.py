@@ -1,4 +1,4 @@
-"""Where the layers of a stack keep keys and values in a cache, if those with a window keep few more than it sees."""
+"""Where the layers of a stack keep keys and values in a cache, if those with a window keep little more than that."""
 
 import itertools
 from typing import NamedTuple, Self
@@ -9,10 +9,10 @@ import jax.numpy as jnp
 _STEP = 64  # keys: a multiple of those of each step of the kernels
 
 
-class Rooms(NamedTuple):
-    """The rooms of a stack's layers in the cache of a sequence.
+class CacheLayout(NamedTuple):
+    """How the layers of a stack share a sequence's part of a cache.
 
-    The key of position p is at slot p of its layer's room, or at slot p % ring if the layer has the window, where it
+    The key of position p is at slot p of its layer's slots, or at slot p % ring if the layer has the window, where it
     replaces a key that no later token sees. A step of keys is contiguous in both.
 
     Attributes:
@@ -28,7 +28,7 @@ class Rooms(NamedTuple):
 
     @classmethod
     def of(cls, window: int | None, has_window: tuple[bool, ...] | None, positions: int, piece: int) -> Self | None:
-        """The rooms of layers for at most `piece` tokens at a time after the first; None if no layer needs less room.
+        """The layout for at most `piece` tokens at a time after the first; None if no layer needs fewer slots.
 
         Args:
           window: how many of the last tokens one attends to; None for all, in all layers.
@@ -50,7 +50,7 @@ class Rooms(NamedTuple):
 
     @property
     def firsts(self) -> jax.Array | None:
-        """The first slot of each layer's room, int32 [layers]; None if it is 0 in all layers."""
+        """The first slot of each layer, int32 [layers]; None if it is 0 in all layers."""
         if self.has_window is None:
             return None
         sizes = self._sizes(self.has_window)
@@ -61,20 +61,24 @@ class Rooms(NamedTuple):
 
 
 def place_of(
-    rooms: Rooms | None, layer: jax.Array | int, positions: jax.Array, window: int | None, is_local: jax.Array | None
+    layout: CacheLayout | None,
+    layer: jax.Array | int,
+    positions: jax.Array,
+    window: int | None,
+    is_local: jax.Array | None,
 ) -> tuple[jax.Array | int, jax.Array]:
     """The index of a layer along the first axis of a cache, and the slots of positions along the third."""
-    if rooms is None:
+    if layout is None:
         return layer, positions
-    slots, firsts = positions % rooms.size(window, is_local), rooms.firsts
+    slots, firsts = positions % layout.size(window, is_local), layout.firsts
     return (layer, slots) if firsts is None else (0, slots + firsts[layer])
 
 
 def keys_of(
-    rooms: Rooms | None, cache: jax.Array, layer: jax.Array | int, window: int | None, is_local: jax.Array | None
+    layout: CacheLayout | None, cache: jax.Array, layer: jax.Array | int, window: int | None, is_local: jax.Array | None
 ) -> jax.Array:
     """A layer's keys or values [B, positions, ...] in the order of positions; those with no slot are others'."""
-    if rooms is None:
+    if layout is None:
         return cache[layer]
-    index, slots = place_of(rooms, layer, jnp.arange(rooms.positions, dtype=jnp.int32), window, is_local)
+    index, slots = place_of(layout, layer, jnp.arange(layout.positions, dtype=jnp.int32), window, is_local)
     return cache[index].at[:, slots].get(mode="promise_in_bounds")
