@@ -32,6 +32,7 @@ TILES: dict[str, dict[str, int]] = {
     "combine_kernel": {"loads": 16, "columns": 512, "columns_of_one": 256},
     "delta_rule_kernel": {"columns": 64, "warps": 8, "stages": 2},  # also backward
     "delta_rule_gradients_kernel": {"columns": 64, "warps": 8, "stages": 1},
+    "delta_rule_in_order_kernel": {"elements": 1024, "stages": 3},
     "delta_rule_one_kernel": {"elements": 4096},
     "group_sums_kernel": {"rows": 64, "columns": 128},
     "losses_kernel": {"columns": 2**14, "columns_of_warp": 512},  # with fewer columns, few rows take longer

@@ -10,12 +10,13 @@ from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
-from jgg.core.arguments import check
 from jgg.core.mixers import DeltaConfig
+from jgg.extend import barrier
 from jgg.models.attention import PROJECTIONS, Place
 from jgg.models.config import ModelConfig
-from jgg.models.delta_rule import delta_rule, delta_rule_one
+from jgg.models.delta_rule import delta_rule, delta_rule_in_order, delta_rule_one
 from jgg.models.modules import Options, linear, linear_several, set_params
+from jgg.models.norms import norm
 from jgg.models.operations.norm import rms_norm
 
 _LARGEST_RATE, _SMALLEST_RATE = 16.0, 0.01  # of new layers' decays, from which exp(log_a) is drawn evenly
@@ -46,18 +47,13 @@ class Delta(nnx.Module):
     norm: nnx.Param[jax.Array]
 
     def __init__(self, config: ModelConfig, own: DeltaConfig, options: Options, rngs: nnx.Rngs) -> None:
-        check(
-            not options.batch_invariant,
-            "batch_invariant must be False for a model with layers of the gated delta rule, which XLA computes in "
-            f"part, got True for model_type {config.model_type!r}.",
-        )
         self.config, self.own, self.options = config, own, options
         shapes, ones = own.shapes(config.features), nnx.initializers.ones
         set_params(self, shapes, config.init_scale, options, rngs, log_a=_log_a, dt_bias=ones)
 
     def __call__(self, x: jax.Array, place: Place, cache: States | None = None) -> tuple[jax.Array, States | None]:
         """Maps x [B, S, H] to the same shape; with a cache, tokens follow those that it has seen."""
-        own = self.own
+        own, options = self.own, self.options
         qkv, z, b, a = self._projections(x, place.adapters)
         log_decay, beta = _gates(b, a, self.log_a[...], self.dt_bias[...])
         is_token, count = place.is_token(x.shape[1]), None
@@ -72,14 +68,15 @@ class Delta(nnx.Module):
         elif place.segments is not None:
             positions = jnp.broadcast_to(place.positions, x.shape[:2])
             resets = positions == 0
-        mixed = _convolved(qkv, self.w_conv[...], seen, positions)
+        mixed = _convolved(qkv, self.w_conv[...], seen, positions, options.batch_invariant)
         q, k, v = _heads(own, mixed)
         y, states = self._rule(q, k, v, log_decay, beta, resets, None if cache is None else cache.state, place.layer)
-        y = _gated_norm(y, z, self.norm[...], self.config.norm_epsilon)
+        implementation = options.dense_implementation
+        y = _gated_norm(y, z, self.norm[...], self.config.norm_epsilon, options.batch_invariant, implementation)
         if cache is not None and states is not None:
             seen = _last_seen(cache.seen[place.layer], qkv, count)
             cache = States(cache.seen.at[place.layer].set(seen), states)
-        return linear(self, y, "out", self.options, place.adapters), cache
+        return linear(self, y, "out", options, place.adapters), cache
 
     def _rule(
         self,
@@ -93,17 +90,16 @@ class Delta(nnx.Module):
         layer: jax.Array,
     ) -> tuple[jax.Array, jax.Array | None]:
         """The rule's results [B, S, value heads, V], and the stacked states, this layer's after the tokens."""
-        scale, implementation = self.own.key_features**-0.5, self.options.dense_implementation
+        in_order = self.options.batch_invariant
+        options = {"scale": self.own.key_features**-0.5, "implementation": self.options.dense_implementation}
+        if states is not None and in_order:
+            return delta_rule_in_order(q, k, v, log_decay, beta, states, layer, **options)
         if states is not None and q.shape[1] == 1:
             q, k, v, log_decay, beta = (array[:, 0] for array in (q, k, v, log_decay, beta))
-            y, states = delta_rule_one(
-                q, k, v, log_decay, beta, states, layer, scale=scale, implementation=implementation
-            )
+            y, states = delta_rule_one(q, k, v, log_decay, beta, states, layer, **options)
             return y[:, None], states
         state = None if states is None else states[layer]
-        y, state = delta_rule(
-            q, k, v, log_decay, beta, state=state, resets=resets, scale=scale, implementation=implementation
-        )
+        y, state = delta_rule(q, k, v, log_decay, beta, state=state, resets=resets, in_order=in_order, **options)
         return y, None if states is None else states.at[layer].set(state)
 
     @staticmethod
@@ -165,8 +161,10 @@ def _heads(own: DeltaConfig, mixed: jax.Array) -> list[jax.Array]:
     ]
 
 
-@jax.checkpoint  # the backward pass keeps x alone, not float32 copies of it
-def _convolved(x: jax.Array, w: jax.Array, seen: jax.Array | None, positions: jax.Array | None) -> jax.Array:
+@functools.partial(jax.checkpoint, static_argnums=4)  # the backward pass keeps x alone, not float32 copies of it
+def _convolved(
+    x: jax.Array, w: jax.Array, seen: jax.Array | None, positions: jax.Array | None, is_invariant: bool
+) -> jax.Array:
     """SiLU of each channel's causal convolution, computed in float32.
 
     Args:
@@ -174,15 +172,26 @@ def _convolved(x: jax.Array, w: jax.Array, seen: jax.Array | None, positions: ja
       w: [channels, 1, W]; the last column multiplies a token itself.
       seen: [B, W - 1, channels], the tokens before; None for zeros.
       positions: int32 [B, S], how many tokens of its segment are before each; None if all are of one.
+      is_invariant: whether all ways to fuse this give the same bits.
     """
     length, size = x.shape[1], w.shape[2]
     before = jnp.zeros((x.shape[0], size - 1, x.shape[2]), x.dtype) if seen is None else seen
     tokens = jnp.concatenate([before, x], axis=1)
+    if is_invariant:  # products of two numbers of 16 bits are exact, and so it does not matter what they are fused with
+        w = barrier(w.astype(x.dtype))
     total = jnp.zeros(x.shape, jnp.float32)
     for back in range(size):
         first = size - 1 - back
-        own = tokens[:, first : first + length].astype(jnp.float32) * w[:, 0, first].astype(jnp.float32)[None, None]
-        total += own if positions is None else jnp.where((positions >= back)[..., None], own, 0.0)
+        token = tokens[:, first : first + length]
+        is_seen = None if positions is None else (positions >= back)[..., None]
+        if is_invariant and is_seen is not None:  # a product with zero, as before a row
+            token = jnp.where(is_seen, token, jnp.zeros((), x.dtype))
+        own = token.astype(jnp.float32) * w[:, 0, first].astype(jnp.float32)[None, None]
+        if is_invariant:
+            own = own if x.dtype.itemsize == 2 else barrier(own)
+        elif is_seen is not None:
+            own = jnp.where(is_seen, own, 0.0)
+        total += own
     return jax.nn.silu(total).astype(x.dtype)
 
 
@@ -195,8 +204,11 @@ def _last_seen(seen: jax.Array, x: jax.Array, count: jax.Array | None) -> jax.Ar
     return jnp.take_along_axis(tokens, places[..., None], axis=1)
 
 
-@functools.partial(jax.checkpoint, static_argnums=3)
-def _gated_norm(y: jax.Array, z: jax.Array, scale: jax.Array, epsilon: float) -> jax.Array:
+@functools.partial(jax.checkpoint, static_argnums=(3, 4, 5))
+def _gated_norm(
+    y: jax.Array, z: jax.Array, scale: jax.Array, epsilon: float, is_invariant: bool, implementation: str | None
+) -> jax.Array:
     """RMS norm of each head's y [B, S, heads, V] times SiLU of z, computed in float32: [B, S, heads * V]."""
-    gated = rms_norm(y.astype(jnp.float32), scale, epsilon) * jax.nn.silu(z.astype(jnp.float32))
-    return gated.astype(z.dtype).reshape(*y.shape[:2], -1)
+    y = y.astype(jnp.float32)
+    y = norm(y, scale, epsilon, implementation) if is_invariant else rms_norm(y, scale, epsilon)
+    return (y * jax.nn.silu(z.astype(jnp.float32))).astype(z.dtype).reshape(*y.shape[:2], -1)

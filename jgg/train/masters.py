@@ -5,9 +5,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
-from jax.typing import DTypeLike
 
 from jgg.core.arguments import check_instance
+from jgg.core.rounding import rounded
 
 
 class MastersState(NamedTuple):
@@ -97,20 +97,9 @@ def _trained(param: jax.Array, master: jax.Array) -> jax.Array:
         return param
     wide = param.astype(jnp.float32)
     # 0 and -0 are equal: an update that rounds to -0 leaves 0
-    return jnp.where(_rounded(master, param.dtype) == wide, master, wide)
+    return jnp.where(rounded(master, param.dtype) == wide, master, wide)
 
 
 def _step_to(param: jax.Array, master: jax.Array, step: jax.Array) -> jax.Array:
     """What must be added to a parameter to make it its rounded master; `step` for parameters without a master."""
-    return _rounded(master, param.dtype) - param.astype(jnp.float32) if _is_short(param) else step
-
-
-def _rounded(array: jax.Array, dtype: DTypeLike) -> jax.Array:
-    """A float32 array rounded to a dtype, in float32; XLA may leave out a plain conversion there and back."""
-    info = jnp.finfo(dtype)
-    rounded = jax.lax.reduce_precision(array, info.nexp, info.nmant)
-    if dtype == jnp.bfloat16:
-        return rounded
-    # reduce_precision makes float16's subnormal numbers 0; they are multiples of the smallest
-    smallest = float(info.smallest_subnormal)
-    return jnp.where(jnp.abs(array) < info.tiny, jnp.round(array / smallest) * smallest, rounded)
+    return rounded(master, param.dtype) - param.astype(jnp.float32) if _is_short(param) else step

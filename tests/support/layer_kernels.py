@@ -33,6 +33,7 @@ DELTA_RULE_KERNELS = (
 )
 LAYER_KERNELS = (
     *DELTA_RULE_KERNELS,
+    "delta_rule_in_order_kernel",
     "delta_rule_one_kernel",
     "activate_kernel",
     "activate_backward_kernel",

@@ -21,6 +21,7 @@ from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne
 from jgg.models.operations.cache_layout import CacheLayout
 from jgg.models.operations.delta_rule import DELTA_RULE, DeltaRule
 from jgg.models.operations.delta_rule_backward import DELTA_RULE_BACKWARD, DeltaRuleBackward
+from jgg.models.operations.delta_rule_in_order import DELTA_RULE_IN_ORDER, DeltaRuleInOrder
 from jgg.models.operations.delta_rule_one import DELTA_RULE_ONE, DeltaRuleOne
 from jgg.models.operations.losses import LOSSES, Scored
 from jgg.models.operations.norm import NORM, NORM_BACKWARD, Norm, NormBackward
@@ -205,7 +206,7 @@ def lower_attend_one(heads, kv_heads, features, has_window, dtype):
 
 
 def lower_delta_rule(features, dtype):
-    """The gated delta rule of packed sequences and its gradients, and of one token."""
+    """The gated delta rule of packed sequences and its gradients, of tokens in order, and of one token."""
     batch, length, key_heads, heads, layers = 2, 1000, 2, 4, 3
     arrays = [((key_heads, features), dtype)] * 2 + [((heads, features), dtype)] + [((heads,), "float32")] * 2
     of_tokens = [jax.ShapeDtypeStruct((batch, length, *shape), kind) for shape, kind in arrays]
@@ -218,7 +219,9 @@ def lower_delta_rule(features, dtype):
     y, last_state, *kept = jax.eval_shape(forward, operands)
     lower(forward, operands)
     lower(kernels_of(DELTA_RULE_BACKWARD, **options), DeltaRuleBackward(*operands, *kept, y, last_state))
-    lower(kernels_of(DELTA_RULE_ONE, **options), DeltaRuleOne(*of_one, states, jax.ShapeDtypeStruct((), "int32")))
+    in_stack = states, jax.ShapeDtypeStruct((), "int32")
+    lower(kernels_of(DELTA_RULE_IN_ORDER, keeps=True, **options), DeltaRuleInOrder(*of_tokens, *in_stack))
+    lower(kernels_of(DELTA_RULE_ONE, **options), DeltaRuleOne(*of_one, *in_stack))
 
 
 def lower_attend_latents(heads, rank, rest, dtype):
