@@ -215,11 +215,6 @@ def test_wrong_settings_are_named(message):
         jgg.models.model_config(config_of(family) | changes)
 
 
-def test_results_that_do_not_depend_on_the_batch_are_refused():
-    with pytest.raises(ValueError, match="batch_invariant must be False for a model with layers of the gated delta"):
-        loaded(FAMILY, batch_invariant=True)
-
-
 def test_published_configs_are_taken():
     """With the keys of Qwen's own configs, those that transformers does not read included."""
     sizes = {

@@ -15,9 +15,10 @@ import jgg.nnx
 from jgg.primitives.operation import Call
 from tests.support.models import FAMILIES, MORE_FAMILIES, config_of, loaded, reference, with_mxfp4
 
-REFUSED = "llama4", "qwen3_5_moe_text", "qwen3_next"  # chunks of 4 tokens; recurrent layers
+REFUSED = ("llama4",)  # chunks of 4 tokens
 EVERY_FAMILY = [family for family in (*FAMILIES, *MORE_FAMILIES) if family not in REFUSED]
 
+RECURRENT = "qwen3_next", "qwen3_5_moe_text"
 # what moves or rounds numbers
 EXACT = {
     "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "dynamic_slice", "gather",
@@ -51,6 +52,22 @@ def left_to_xla(compute, *arguments):
     return {name: count for name, count in names.items() if name not in EXACT}
 
 
+def computations(model):
+    """The model's arrays, and functions of them: the losses of tokens, and the logits after one more token."""
+    graphdef, state = nnx.split(model)
+    tokens = jnp.zeros((2, 16), jnp.int32)
+
+    def losses(state):
+        return nnx.merge(graphdef, state).losses(tokens, tokens)
+
+    def decoded(state):
+        model = nnx.merge(graphdef, state)
+        x, _ = model.run_layers(tokens[:, :1], tokens[:, :1], model.empty_caches(2, 32))
+        return model.logits(x)
+
+    return state, losses, decoded
+
+
 @pytest.fixture
 def without_attention_and_experts(monkeypatch):
     """They have tests of their own; here attention returns its queries, and a layer of experts its x."""
@@ -68,18 +85,8 @@ def without_attention_and_experts(monkeypatch):
 def test_xla_is_left_what_it_cannot_round_in_two_ways(family, remat, without_attention_and_experts):
     """A sum of two arrays that kernels wrote, a product with a scale, and the cosines and sines of positions."""
     model = loaded(family, dtype=jnp.bfloat16, batch_invariant=True, remat=remat)
-    graphdef, state = nnx.split(model)
-    tokens, config = jnp.zeros((2, 16), jnp.int32), model.config
+    config, (state, losses, decoded) = model.config, computations(model)
     stacks = len(config.plan)
-
-    def losses(state):
-        return nnx.merge(graphdef, state).losses(tokens, tokens)
-
-    def decoded(state):
-        model = nnx.merge(graphdef, state)
-        x, _ = model.run_layers(tokens[:, :1], tokens[:, :1], model.empty_caches(2, 32))
-        return model.logits(x)
-
     of_angles = {"mul": 3, "cos": 1, "sin": 1}
     for compute in (losses, decoded):
         found = left_to_xla(compute, state)
@@ -87,6 +94,15 @@ def test_xla_is_left_what_it_cannot_round_in_two_ways(family, remat, without_att
         sums = stacks * (2 if remat == "attention" else 1)
         products = sums if config.residual_scale != 1 else 0
         assert found == of_angles | {"mul": 3 + scaled + products, "add": sums}
+
+
+@pytest.mark.parametrize("family", RECURRENT)
+def test_xla_is_left_no_sums_over_an_axis_of_recurrent_layers(family, without_attention_and_experts):
+    """Gates, and the convolution of few tokens, are computed element by element; other sums are those of kernels."""
+    state, *functions = computations(loaded(family, dtype=jnp.bfloat16, batch_invariant=True))
+    for compute in functions:
+        found = left_to_xla(compute, state).keys() - {"stop_gradient", "scatter"}
+        assert found == {"mul", "cos", "sin", "add", "neg", "exp", "sub", "abs", "log1p", "logistic"}
 
 
 def test_packed_sequences_are_attended_to_by_the_kernel():
@@ -130,11 +146,11 @@ def check_batches(model, tokens):
     np.testing.assert_array_equal(got[:, length:], want[1::2])
 
 
-def check_samples(model, prompts, lengths, **options):
+def check_samples(model, prompts, lengths, new_tokens=20, **options):
     """The log-probabilities of new tokens are those that the model gives their rows, alone and together."""
     named = {"lengths": lengths, "temperature": 1.0, "seeds": np.arange(len(prompts)), "details": True}
     options = named | {"min_p": 0.01, "repetition_penalty": 1.1, "frequency_penalty": 0.3} | options
-    generated = jgg.models.generate(model, prompts, 20, **options)
+    generated = jgg.models.generate(model, prompts, new_tokens, **options)
     rows = generated.training_rows(prompts, lengths)
     run = jax.jit(lambda model, tokens, targets: model.losses(tokens, targets))
     losses = run(model, rows.tokens, rows.targets)
@@ -146,6 +162,14 @@ def check_samples(model, prompts, lengths, **options):
 
 
 of_family = functools.partial(loaded, dtype=jnp.bfloat16, batch_invariant=True)
+
+
+@pytest.mark.interpret
+@pytest.mark.sweep
+@pytest.mark.parametrize("family", RECURRENT)
+def test_samples_of_recurrent_layers_interpreted(family):
+    model, prompts = loaded(family, batch_invariant=True, implementation="interpret"), reference(family)["prompts"]
+    check_samples(model, prompts[:2, :3], np.array([1, 3]), 2)
 
 
 @pytest.mark.gpu
@@ -182,7 +206,7 @@ def adapted(model):
 @pytest.mark.parametrize(
     "options", [{"remat": "names"}, {"remat": "attention", "unroll": 2}, {"lora_rank": 4}, {"param_dtype": jnp.float32}]
 )
-@pytest.mark.parametrize("family", ["granitemoe", "glm4_moe", "deepseek_v3"])
+@pytest.mark.parametrize("family", ["granitemoe", "glm4_moe", "deepseek_v3", "qwen3_next"])
 def test_with_options_of_training(family, options):
     model = adapted(of_family(family, **options))
     check_batches(model, random_tokens(8, 41))
