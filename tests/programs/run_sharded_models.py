@@ -66,6 +66,11 @@ CASES = {
         {"fsdp": "a", "expert": "b", "data": "c"},
         {"remat": "attention", "batch_invariant": True},
     ),
+    "each device its own sequences, recurrent layers": (
+        "qwen3_5_moe_text",
+        {"fsdp": "a", "expert": "b", "data": "c"},
+        {"remat": "attention", "batch_invariant": True},
+    ),
     "experts beside a dense MLP, fsdp, expert": ("gemma4_text", {"fsdp": "a", "expert": "b"}, {"remat": "names"}),
     "each device its own sequences, experts beside a dense MLP": (
         "gemma4_text",
