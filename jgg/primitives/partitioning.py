@@ -273,7 +273,7 @@ def split_letters(axes: Axes, operands: Sequence[Split], results: Sequence[Split
 
 def _check_is_local(letters: str, operand: Split) -> None:
     """Raises ValueError if an operand would have to be gathered although it is too large: rows or weights."""
-    if letters[0] == ROWS and letters.strip(ROWS) and operand.ways[0] > 1:
+    if letters[:1] == ROWS and letters.strip(ROWS) and operand.ways[0] > 1:
         raise ValueError(
             f"An array of rows {list(operand.shape)} must not be split over its rows, got {operand.given}: "
             f"under jax.jit alone, grouped GEMM would have to gather it on every device. {WAY_OUT}"

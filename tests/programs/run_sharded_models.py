@@ -29,6 +29,7 @@ from jgg.models.head import Head
 from jgg.models.placement import spec_of
 from jgg.sharding import MoESharding
 from tests.models.test_model_training import loss_of
+from tests.support import delta_rule
 from tests.support.closeness import assert_close, distance
 from tests.support.models import DATA, config_of, loaded, logits_of, reference, with_mxfp4
 
@@ -325,6 +326,17 @@ def check_own_sequences():
     np.testing.assert_array_equal(got, want)
 
 
+def check_delta_rule_in_order():
+    """The kernel on rows that plain jit splits over devices."""
+    (*tokens, state), resets, dy, d_state = delta_rule.random((2, 5, 1, 2, 8, 4))
+    operands = [*tokens, state], resets, dy, jnp.asarray(d_state, jnp.float32)
+    split = jax.tree.map(lambda array: jax.device_put(array, jax.NamedSharding(mesh(), jax.P("a"))), operands)
+    run = functools.partial(delta_rule.run_and_gradients, implementation="interpret", in_order=True)
+    (got, gradients), (want, want_gradients) = run(*split), run(*operands)
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    assert_close(gradients, want_gradients, 1e-5, "gradients of the delta rule")
+
+
 def check_losses():
     """The gradients of weighted losses of sequences that devices split; two devices have the same ones."""
     keys = jax.random.split(jax.random.key(0), 3)
@@ -382,6 +394,7 @@ CHECKS |= {
         check_mask_and_choices,
         check_without_adapters,
         check_own_sequences,
+        check_delta_rule_in_order,
         check_losses,
         check_what_is_kept,
     )
@@ -392,6 +405,7 @@ OTHERS = {
     "each device its own sequences, data, tensor: logits",
     "each device its own sequences, experts beside a dense MLP: logits",
     "each device its own sequences, latent attention",
+    "each device its own sequences, recurrent layers",
     "check_adapters",
     "check_mask_and_choices",
     "check_what_is_kept",
@@ -403,6 +417,7 @@ OTHERS = {
     "check_trained_adapters",
     "check_without_adapters",
     "check_own_sequences",
+    "check_delta_rule_in_order",
 }
 
 
