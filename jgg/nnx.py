@@ -295,7 +295,7 @@ def load_params(layer: MoE, params: Mapping[str, np.ndarray | jax.Array | Quanti
             variable.set_value(jax.device_put(array.astype(variable.get_value().dtype), placement))
 
 
-def _check_kind(name: str, array: Any, value: Any) -> None:
+def _check_kind(name: str, array: np.ndarray | jax.Array | QuantizedArray, value: object) -> None:
     """Raises if an array cannot replace a layer's value; a QuantizedArray can replace any matrix."""
     if isinstance(value, QuantizedArray):
         check_instance(name, array, QuantizedArray, "a QuantizedArray, as the layer's is")

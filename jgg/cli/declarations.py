@@ -2,7 +2,7 @@
 
 import argparse
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -30,7 +30,7 @@ class Declaration:
 
     group: str = ""
     what: str = ""
-    default: Any = None
+    default: object = None
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     shown: str | None = None
     is_place: bool = False
@@ -41,7 +41,7 @@ class Declaration:
     is_exclusive: bool = False
 
     @property
-    def action(self) -> Any:
+    def action(self) -> str | type[argparse.Action] | None:
         """The action of `add_argument`."""
         return self.settings.get("action")
 
@@ -51,7 +51,7 @@ class Declaration:
 
     def help(self, name: str) -> str:
         """The meaning and the default; of a flag that is on, what --no-NAME means, which is all that --help shows."""
-        shown = self.shown
+        shown: object = self.shown
         if self.default is True:
             return f"do not {self.what}".replace("%", "%%")
         if shown is None and self.default is not REQUIRED and self.default is not False:
@@ -62,13 +62,19 @@ class Declaration:
 class Flag(argparse.BooleanOptionalAction):
     """Is set by --NAME and --no-NAME; of these --help shows the one that changes something."""
 
-    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: str | Sequence[object] | None,
+        option_string: str | None = None,
+    ) -> None:
         """Sets the option; --help leaves one of its names to it."""
         setattr(namespace, self.dest, not str(option_string).startswith("--no-"))
 
 
 def option(
-    group: str, what: str, kind: Callable[[str], Any] | None = None, default: Any = None, **settings: Any
+    group: str, what: str, kind: Callable[[str], object] | None = None, default: object = None, **settings: object
 ) -> Any:
     """A field of a command's options: the heading it stands under, its meaning, the type of its argument, its default.
 
@@ -88,7 +94,7 @@ def switch(group: str, what: str, **settings: Any) -> Any:
     return option(group, what, default=False, action="store_true", **settings)
 
 
-def changed(options: type, name: str, **changes: Any) -> Any:
+def changed(options: type, name: str, **changes: object) -> Any:
     """A copy of a field of other options, with another default or other settings."""
     (field,) = (field for field in dataclasses.fields(options) if field.name == name)
     return _field(field.metadata["option"], **changes)
@@ -116,7 +122,7 @@ class Options:
     page: ClassVar[str] = "command/"
     module: ClassVar[str]
     extra: ClassVar[str | None] = None
-    parser: Any = dataclasses.field(init=False, default=None, repr=False, compare=False)
+    parser: argparse.ArgumentParser = dataclasses.field(init=False, repr=False, compare=False)
 
     @classmethod
     def declared(cls) -> dict[str, Declaration]:

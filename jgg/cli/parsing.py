@@ -40,7 +40,7 @@ def make_parser() -> Parser:
     return parser
 
 
-def parse(arguments: Sequence[str]) -> object:
+def parse(arguments: Sequence[str]) -> Options:
     """The options of a command: those of the command line, then those of the file of --config, then defaults.
 
     Without arguments it shows help. After help or a mistake the process ends here.

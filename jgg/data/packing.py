@@ -4,6 +4,7 @@ import bisect
 from collections.abc import Mapping
 
 import numpy as np
+from numpy.typing import ArrayLike
 
 
 def pack(sizes: np.ndarray, length: int, is_packed: bool = True) -> tuple[np.ndarray, np.ndarray]:
@@ -41,7 +42,7 @@ def pack(sizes: np.ndarray, length: int, is_packed: bool = True) -> tuple[np.nda
     return order, np.searchsorted(sequence_of[order], np.arange(count + 1))
 
 
-def lengths_of(batch: Mapping[str, np.ndarray]) -> np.ndarray:
+def lengths_of(batch: Mapping[str, ArrayLike]) -> np.ndarray:
     """The number of tokens of each example in a batch that has "segments", for `jgg.train.Trainer`; int [examples]."""
     segments = np.asarray(batch["segments"])
     segments = segments.reshape(-1, segments.shape[-1])

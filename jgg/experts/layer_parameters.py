@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, Self
+from typing import Self
 
 import jax
 from jax.nn.initializers import Initializer
@@ -10,6 +10,7 @@ from jax.nn.initializers import Initializer
 from jgg.core.activations import find_activation
 from jgg.core.arguments import as_flag, as_int
 from jgg.core.choices import OF_EXPERTS, OF_MOE
+from jgg.core.quantized import QuantizedArray
 from jgg.experts.layer_options import InFeatures, LayerOptions
 from jgg.experts.router.options import RouterOptions
 from jgg.experts.sharding import MoESharding
@@ -25,7 +26,7 @@ class LayerParameters(LayerOptions, InFeatures):
     """The options of an MoE layer, checked, and the names, shapes and initializers of its parameters."""
 
     def __post_init__(self) -> None:
-        plain: dict[str, Any] = {}
+        plain: dict[str, int] = {}
         for field in dataclasses.fields(self):
             if field.type is int:
                 least = 0 if field.name == "shared_features" else 1
@@ -34,14 +35,13 @@ class LayerParameters(LayerOptions, InFeatures):
                 plain[field.name] = as_flag(field.name, getattr(self, field.name))
         if plain["topk"] > plain["num_experts"]:
             raise ValueError(f"topk must be between 1 and num_experts, {self.num_experts}, got {self.topk}.")
-        plain |= self.router._asdict()
+        of_router = self.router._asdict()
         if self.normalize is None:  # which stays, for `dataclasses.replace` with another topk
-            del plain["normalize"]
+            del of_router["normalize"]
         lora = self.lora.checked((*OF_EXPERTS, *OF_MOE))
         if not plain["shared_features"] and any("shared" in target for target in lora.targets):
             raise ValueError(f"shared_features must be 1 or more for lora_targets {lora.targets}, got 0.")
-        plain |= lora.of_a_layer
-        for name, value in plain.items():
+        for name, value in (plain | of_router | lora.of_a_layer).items():
             object.__setattr__(self, name, value)
         if self.scale_input and self.topk != 1:
             raise ValueError(f"scale_input needs topk to be 1, got {self.topk}.")
@@ -120,7 +120,9 @@ class LayerParameters(LayerOptions, InFeatures):
             inits.setdefault(name, init)
         return inits if sharding is None else {name: sharding.split_init(init, name) for name, init in inits.items()}
 
-    def adapter_initializers(self, params: Mapping[str, Any], sharding: MoESharding | None) -> dict[str, Initializer]:
+    def adapter_initializers(
+        self, params: Mapping[str, jax.Array | QuantizedArray], sharding: MoESharding | None
+    ) -> dict[str, Initializer]:
         """The initializers of these params' adapters by name, like `initializers`."""
         inits = {name: adapter_init(name, params[target_of(name)]) for name in self.adapter_shapes}
         return inits if sharding is None else {name: sharding.split_init(init, name) for name, init in inits.items()}

@@ -5,7 +5,7 @@ import itertools
 import math
 import re
 import reprlib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from jgg.core.arguments import as_finite, as_flag, as_int, check, check_instance
@@ -136,7 +136,7 @@ class AdapterSettings:
             )
 
     @property
-    def _layers(self) -> Any:
+    def _layers(self) -> Sequence[int]:
         """The layers that target_modules apply to; an empty list for all."""
         layers = self.values.get("layers_to_transform")
         return [] if layers is None else [layers] if isinstance(layers, int) else layers
@@ -173,7 +173,7 @@ class AdapterSettings:
         if {name for name in experts if self.targets_parameter(name)} != terms.keys():
             others = [target for target in targets if not any(_ends_with(name, target) for name in experts)]
             targets = [*others, *terms]
-        changes: dict[str, Any] = {"target_parameters": targets}
+        changes: dict[str, object] = {"target_parameters": targets}
         if terms:
             changes["lora_dropout"] = 0.0  # PEFT has none for parameters
         for key, changed in (("rank_pattern", ranks), ("alpha_pattern", alphas)):
@@ -186,7 +186,7 @@ def new_settings(where: str, settings: Mapping[str, object], terms: Mapping[str,
     """Returns the settings; missing r and lora_alpha are taken from the first term."""
     check_instance(where, settings, Mapping, "a mapping, the content of adapter_config.json")
     first = next(iter(terms.values()), None)
-    own: dict[str, Any] = {}
+    own: dict[str, object] = {}
     if first is not None:
         rank, scale = first
         own = {"r": rank, "lora_alpha": as_number(scale * rank)}

@@ -1,7 +1,7 @@
 """The LoRA adapters of a layer: their options, names and shapes, and the low-rank terms made from them."""
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Self
 
 import jax
@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.nn.initializers import Initializer
 
-from jgg.core.arguments import as_finite, as_int, check, check_instance
+from jgg.core.arguments import HasShape, as_finite, as_int, check, check_instance
 from jgg.core.choices import OF_EXPERTS
 from jgg.core.matrix import Matrix
 from jgg.linear.low_rank import LowRank, factors_of
@@ -143,12 +143,12 @@ class Lora:
         return merged
 
 
-def _each(convert: Any, value: Any) -> Any:
+def _each(convert: Callable[[Any], Any], value: Any) -> Any:
     """The value, or each of a tuple or list, converted."""
     return tuple(map(convert, value)) if isinstance(value, tuple | list) else convert(value)
 
 
-def adapter_init(name: str, w: Any) -> Initializer:
+def adapter_init(name: str, w: HasShape) -> Initializer:
     """The initializer of a or b for weights w [..., K, N]; for a, as in Flax's nnx.LoRA, matrix by matrix.
 
     b is zero, so that a new adapter changes nothing.

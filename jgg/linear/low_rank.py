@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -102,7 +101,7 @@ def as_low_rank(name: str, value: object, w_layout: str, shape: tuple[int, ...] 
     check_instance(name, value, LowRank, "a LowRank")
     assert isinstance(value, LowRank)
     check_one_of("w_layout", w_layout, W_LAYOUTS)
-    arrays: dict[str, Any] = {}
+    arrays: dict[str, jax.Array] = {}
     for part, axes in _AXES[w_layout].items():
         arrays[part] = as_array(f"{name}.{part}", getattr(value, part))
         check_floats(f"{name}.{part}", arrays[part])

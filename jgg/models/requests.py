@@ -52,7 +52,7 @@ class OfGenerate(Options, total=False):
 class _Range(NamedTuple):
     """Which numbers an argument may have, as a function and in words, which are empty for all finite numbers."""
 
-    has: Callable[[Any], Any]
+    has: Callable[[np.ndarray | float], np.ndarray | bool]
     text: str = ""
 
 
@@ -208,7 +208,7 @@ def _penalties(repetition: ArrayLike, presence: ArrayLike, frequency: ArrayLike,
 def _sampling(
     temperature: ArrayLike,
     seeds: ArrayLike | None,
-    key: Any,
+    key: jax.Array | np.ndarray | None,
     top_k: ArrayLike | None,
     top_p: ArrayLike,
     min_p: ArrayLike,

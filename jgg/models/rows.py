@@ -1,7 +1,7 @@
 """What the programs that generate keep of each row: what is asked of it, its new tokens, and its caches."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -98,7 +98,7 @@ class State(NamedTuple):
 def each_row(change: Change, *states: State) -> State:
     """A state with `change` of all arrays of several, but for the caches, which are those of the first."""
 
-    def changed(*trees: Any) -> Any:
+    def changed[Tree](*trees: Tree) -> Tree:
         return jax.tree.map(lambda *arrays: change(0, *arrays), *trees)
 
     rows, recent, is_done, new, occurrences, caches = zip(*states, strict=True)

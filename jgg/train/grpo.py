@@ -1,7 +1,7 @@
 """GRPO and its variants: advantages from rewards, the loss of a policy, and a `Trainer`'s batches and loss of both."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,17 @@ from jgg.models import Decoder
 from jgg.models.rollouts import TrainingRows
 
 type Batch = Mapping[str, jax.Array | np.ndarray]
+
+
+class _PolicyOptions(TypedDict, total=False):
+    """Options of `policy_loss`, but for the reference."""
+
+    clip: tuple[float, float]
+    delta: float | None
+    importance: str
+    kl_estimator: str
+
+
 _EPSILON = 1e-4  # added to deviations, as in TRL
 
 
@@ -55,7 +66,7 @@ def token_weights(is_new: ArrayLike, aggregation: str = "token", *, max_length: 
     _check_choice("aggregation", aggregation, AGGREGATIONS)
     learned = np.asarray(is_new, bool)
     if aggregation == "token":
-        divisor: Any = learned.sum()
+        divisor: np.ndarray = learned.sum(keepdims=True)
     elif aggregation == "sequence":
         divisor = len(learned) * learned.sum(axis=1, keepdims=True)
     else:
@@ -158,7 +169,7 @@ def batch_of(
     count = len(rows.tokens)
     check(count % parts == 0, f"parts must divide the {count} rows, got {parts}.")
     old = rows.sampled_log_probabilities if at_temperature else rows.log_probabilities
-    arrays: dict[str, Any] = {"tokens": rows.tokens, "targets": rows.targets, "mask": rows.mask, "old": old}
+    arrays: dict[str, ArrayLike] = {"tokens": rows.tokens, "targets": rows.targets, "mask": rows.mask, "old": old}
     if replay:
         arrays["topk_indices"] = np.moveaxis(np.asarray(rows.topk_indices), 1, 0)  # rows first, as in all arrays
     # a step has the mean of the parts' losses and metrics
@@ -170,7 +181,7 @@ def batch_of(
 
 
 def loss_of(
-    *, kl: float = 0.0, temperature: float = 1.0, **options: Any
+    *, kl: float = 0.0, temperature: float = 1.0, **options: Unpack[_PolicyOptions]
 ) -> Callable[[Decoder, Batch], tuple[jax.Array, dict[str, jax.Array]]]:
     """Returns a loss for `Trainer`, for batches of `batch_of`.
 
@@ -187,16 +198,17 @@ def loss_of(
 
     def loss(model: Decoder, batch: Batch) -> tuple[jax.Array, dict[str, jax.Array]]:
         inputs = batch["tokens"], batch["targets"]
-        common: dict[str, Any] = {"mask": batch["mask"], "temperature": temperature}
+        mask = jnp.asarray(batch["mask"])
         choices = jnp.moveaxis(batch["topk_indices"], 1, 0) if "topk_indices" in batch else None
 
         def losses_of(model: Decoder) -> jax.Array:
-            return model.losses(*inputs, topk_indices=choices, entropies=True, **common)
+            return model.losses(*inputs, topk_indices=choices, entropies=True, mask=mask, temperature=temperature)
 
         losses, sown = nnx.capture(losses_of, nnx.Intermediate)(model)
         reference = None
         if kl:
-            reference = -jax.lax.stop_gradient(model.losses(*inputs, adapters=False, **common))
+            without = model.losses(*inputs, adapters=False, mask=mask, temperature=temperature)
+            reference = -jax.lax.stop_gradient(without)
         old, advantages, weights = (jnp.asarray(batch[name]) for name in ("old", "advantages", "weights"))
         value, metrics = policy_loss(-losses, old, advantages, weights, kl=kl, reference=reference, **options)
         learned, (entropies,) = weights > 0, sown["entropies"]

@@ -5,8 +5,8 @@ import random
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
+from jgg.cli.commands import Demo
 from jgg.cli.demo.model import _tokenizer, config_of
 from jgg.cli.training.options import Train
 
@@ -16,7 +16,7 @@ _MEASUREMENTS = 8
 _LOG_EVERY = 10  # steps; the host waits for the device no more often
 
 
-def write_preset(args: Any, folder: Path) -> Train:
+def write_preset(args: Demo, folder: Path) -> Train:
     """Writes config.json, a tokenizer and the texts into a folder, and returns the options of `jgg train` for them."""
     for name, texts in zip(("train", "held-out"), load_texts(), strict=True):
         lines = (json.dumps({"text": text}) + "\n" for text in texts)

@@ -3,7 +3,7 @@
 import argparse
 import functools
 import json
-from typing import Any
+from typing import TYPE_CHECKING
 
 import jax
 
@@ -19,6 +19,9 @@ from jgg.cli.output import Output
 from jgg.cli.training import devices
 from jgg.core.files import replace_text
 from jgg.models.loading import EXPERTS_BY_NAME
+
+if TYPE_CHECKING:
+    from jgg.cli.evaluation.tasks import Results, Tasks
 
 _HEADINGS = ("data", "tokens", "loss", "perplexity", "bits per byte")
 
@@ -63,12 +66,12 @@ def _check(args: argparse.Namespace) -> None:
         check_files(args.reads(), [Target("--output", args.output, "a file", args.output, check)])
 
 
-def _tasks(args: argparse.Namespace) -> Any:
+def _tasks(args: argparse.Namespace) -> "Tasks":
     """The tasks that --tasks names."""
     return import_with_extra("jgg.cli.evaluation.tasks", "evaluate").Tasks(args)
 
 
-def _tell(args: argparse.Namespace, measured: dict[str, Measured], results: Any) -> int:
+def _tell(args: argparse.Namespace, measured: dict[str, Measured], results: "Results | None") -> int:
     """Prints and writes what was measured, by the first process alone."""
     if jax.process_index():
         return 0

@@ -4,7 +4,7 @@ import datetime
 import hashlib
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ class Prompt(NamedTuple):
     """A prompt's tokens, and its row, whose "prompt" is a text or a list of messages."""
 
     ids: list[int]
-    row: dict[str, Any]
+    row: Mapping[str, object]
 
 
 class Prompts(NamedTuple):

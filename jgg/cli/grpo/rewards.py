@@ -6,15 +6,17 @@ import math
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jgg.cli.errors import UsageError
 from jgg.cli.grpo.prompts import Prompts
 from jgg.data.tokenizers import kind_and_text
+
+type Completion = str | Sequence[Mapping[str, str]]
+type RewardFunction = Callable[..., Iterable[float]]
 
 _FLOAT = r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)\.?\d*|\.\d+)(?:[eE][-+]?\d+)?"
 _NUMBER = re.compile(rf"([-+]?{_FLOAT})(?:\s*/\s*({_FLOAT}))?")
@@ -23,14 +25,14 @@ _FRACTION = re.compile(r"\\[dt]?frac\s*(?:\{([^{}]*)\}\s*\{([^{}]*)\}|(\d)(\d))"
 _LEFT_OUT = re.compile(r"\\text\s*\{[^{}]*\}|\\[%,! ]|[%\s]")  # from what is boxed
 
 
-def exact(completions: Sequence[object], answer: Sequence[object], **_: object) -> list[float]:
+def exact(completions: Sequence[Completion], answer: Sequence[object], **_: object) -> list[float]:
     """1 where a completion is the answer, up to white space around it."""
     if None in answer:
         raise ValueError("answer must be in each row of the prompts, got one without")
     return [float(text_of(own).strip() == str(wanted).strip()) for own, wanted in zip(completions, answer, strict=True)]
 
 
-def number(completions: Sequence[object], answer: Sequence[object], **_: object) -> list[float]:
+def number(completions: Sequence[Completion], answer: Sequence[object], **_: object) -> list[float]:
     """1 where a completion's result, by `number_in`, equals the answer's."""
 
     def wanted(own: object) -> float:
@@ -61,7 +63,7 @@ def number_in(text: str) -> float | None:
     return _value(first) if first else next((_value(each) for each in reversed(list(_NUMBER.finditer(text)))), None)
 
 
-def text_of(completion: Any) -> str:
+def text_of(completion: Completion) -> str:
     """The text of a completion, which is one of messages where the prompt is."""
     return completion if isinstance(completion, str) else completion[-1]["content"]
 
@@ -78,7 +80,7 @@ class Reward:
 
     def __init__(self, given: str, columns: Sequence[str]) -> None:
         self.name = f"--reward {given}"
-        built_in: dict[str, Callable[..., Any]] = {"exact": exact, "number": number}
+        built_in: dict[str, RewardFunction] = {"exact": exact, "number": number}
         self._file = None if given in built_in else _file_of(given)
         self._function = built_in[given] if self._file is None else _function_of(*self._file)
         try:
@@ -140,7 +142,7 @@ class Reward:
         return f" in line {own[-1]}" if own else ""
 
 
-def _finite(value: Any, place: int, expected: str) -> float:
+def _finite(value: float, place: int, expected: str) -> float:
     try:
         number = math.nan if isinstance(value, str) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -158,7 +160,7 @@ def _file_of(given: str) -> tuple[Path, str]:
     return Path(path).absolute(), name
 
 
-def _function_of(path: Path, name: str) -> Callable[..., Any]:
+def _function_of(path: Path, name: str) -> RewardFunction:
     """Runs a file, and returns its function of a name."""
     spec = importlib.util.spec_from_file_location(f"_jgg_reward_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
@@ -170,7 +172,7 @@ def _function_of(path: Path, name: str) -> Callable[..., Any]:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:  # of any type: it is a program
         raise UsageError(f"--reward {path} cannot be imported: {kind_and_text(error)}") from error
-    function = getattr(module, name, None)
+    function: RewardFunction | None = getattr(module, name, None)
     if not callable(function):
         own = [key for key, value in vars(module).items() if inspect.isfunction(value) and not key.startswith("_")]
         raise UsageError(f"--reward {path} must have a function {name}, got {', '.join(own) or 'none'}")

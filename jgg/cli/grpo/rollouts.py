@@ -168,5 +168,8 @@ class Sampler:
             for prompt, text in zip(prompts, texts, strict=True)
         ]
         columns = {name: [prompt.row.get(name) for prompt in prompts] for name in self._data.learned.columns}
-        own = {"prompts": [prompt.row["prompt"] for prompt in prompts], "completions": completions}
+        own: dict[str, Sequence[object]] = {
+            "prompts": [prompt.row["prompt"] for prompt in prompts],
+            "completions": completions,
+        }
         return self._reward(columns | own | {"completion_ids": ids})

@@ -2,8 +2,9 @@
 
 import dataclasses
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import jax
 import numpy as np
 
 import jgg.data
@@ -14,6 +15,8 @@ from jgg.cli.grpo.rewards import Reward
 from jgg.cli.grpo.rollouts import Sampler
 from jgg.cli.training import devices, finetune, folders, loop
 from jgg.models import ModelConfig
+from jgg.train.grpo import Batch
+from jgg.train.steps import Loss
 
 
 def run(args) -> int:
@@ -68,17 +71,17 @@ class _Run(loop.Run):
     less_memory: ClassVar[str] = "--problems, --samples, --max-new-tokens or --lora-rank, or more of --accumulate"
     sampler: Sampler
 
-    def loss_of(self, config: ModelConfig) -> Any:
+    def loss_of(self, config: ModelConfig) -> Loss[dict[str, jax.Array]]:
         """The loss of a Trainer."""
         args = self.args
         names = "temperature", "delta", "importance", "kl", "kl_estimator"
         return jgg.train.grpo.loss_of(clip=tuple(args.clip), **{name: getattr(args, name) for name in names})
 
-    def batch_of(self, trainer: jgg.train.Trainer, step: int) -> Any:
+    def batch_of(self, trainer: jgg.train.Trainer, step: int) -> Batch:
         """The batch of a step, drawn with the model as it is then."""
         return self.sampler.batch_of(trainer.model, step)
 
-    def lengths_of(self, batch: Any) -> np.ndarray:
+    def lengths_of(self, batch: Batch) -> np.ndarray:
         """None, as model FLOPs utilization says nothing where most of the time is sampling."""
         return np.zeros(0, int)
 

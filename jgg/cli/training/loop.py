@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -23,7 +23,8 @@ from jgg.core.quantized import count_numbers
 from jgg.data import lengths_of
 from jgg.experts.sharding import MoESharding
 from jgg.models import Decoder, ModelConfig
-from jgg.train.losses import perplexity_of
+from jgg.train.losses import Batch, perplexity_of
+from jgg.train.steps import Loss
 
 _B2 = 0.95  # of AdamW
 _CLIP = 1.0  # norm of all gradients
@@ -92,15 +93,15 @@ class Run:
     noted: Mapping[str, object]
     less_memory: ClassVar[str] = "--batch-size or --sequence-length, or more of --remat"
 
-    def loss_of(self, config: ModelConfig) -> Any:
+    def loss_of(self, config: ModelConfig) -> Loss[dict[str, jax.Array]]:
         """The loss of a Trainer."""
         return jgg.train.next_token_loss(packed=self.args.packing, balance_weight=jgg.train.balance_weight(config))
 
-    def batch_of(self, trainer: jgg.train.Trainer, step: int) -> Any:
+    def batch_of(self, trainer: jgg.train.Trainer, step: int) -> Batch:
         """The batch of a step."""
         return self.data.batches.of_step(step)
 
-    def lengths_of(self, batch: Any) -> np.ndarray:
+    def lengths_of(self, batch: Batch) -> np.ndarray:
         """The lengths of the sequences in a batch."""
         return lengths_of(batch)
 
@@ -167,7 +168,7 @@ def begun(args, data: Any, steps: int, digest: str) -> tuple[int, optax.Schedule
     return steps, schedule_of(args, steps), log, noted
 
 
-def fit(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> tuple[Decoder, int]:
+def fit(run: Run, model: Decoder, wrt: type[nnx.Variable[jax.Array]]) -> tuple[Decoder, int]:
     """Trains the variables of a type, from the last checkpoint on, and tells what is measured.
 
     Returns: the model, and the exit code: 1 if the log or the checkpoint of the last step could not be written.
@@ -223,15 +224,15 @@ def _told_steps(run: Run, trainer: jgg.train.Trainer) -> Iterator[int]:
             done = record.step
 
 
-def records(run: Run, trainer: jgg.train.Trainer) -> Any:
+def records(run: Run, trainer: jgg.train.Trainer) -> Generator[jgg.train.Record, None, None]:
     """Trains; yields the record of each step that is measured, see `Trainer.fit`."""
     args = run.args
     every = {args.log_every, args.eval_every} if run.data.held_out else {args.log_every}
     saving = {"checkpoints": args.checkpoints, "save_every": args.save_every}
-    return trainer.fit(functools.partial(run.batch_of, trainer), run.steps, every=every, first=True, **saving)
+    yield from trainer.fit(functools.partial(run.batch_of, trainer), run.steps, every=every, first=True, **saving)
 
 
-def trainer_of(run: Run, model: Decoder, wrt: type[nnx.Variable[Any]]) -> jgg.train.Trainer:
+def trainer_of(run: Run, model: Decoder, wrt: type[nnx.Variable[jax.Array]]) -> jgg.train.Trainer:
     """What trains the variables of a type."""
     args, sharding = run.args, run.sharding
     shardings = None if sharding is None else jax.tree.map(lambda p: p.sharding, nnx.state(model, wrt))

@@ -1,12 +1,14 @@
 """The loss of each row's target, the negative logarithm of its probability by the row's logits: one pass over them."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from jgg.core.manual_axes import alike
 from jgg.extend import Launch, Launcher, Operation, array_type, power_of_2, tiles_of
+
+type _Pair = tuple[jax.Array, jax.Array]
 
 
 class Scored(NamedTuple):
@@ -59,7 +61,7 @@ def _log_sums(logits: jax.Array) -> jax.Array:
     Source: the online softmax, https://arxiv.org/abs/1805.02867.
     """
 
-    def add(one: Any, other: Any) -> Any:
+    def add(one: _Pair, other: _Pair) -> _Pair:
         greatest = jnp.maximum(one[0], other[0])
         return greatest, one[1] * jnp.exp(one[0] - greatest) + other[1] * jnp.exp(other[0] - greatest)
 
