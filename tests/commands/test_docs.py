@@ -180,7 +180,7 @@ def test_code_of_the_page_on_families_is_in_the_files_that_it_shows():
         return re.sub(r"\s|,(?=\s*[)}\]])", "", text)
 
     page = (DOCS / "add-a-family.md").read_text()
-    files = [*ROOT.glob("jgg/hf/families/*.py"), ROOT / "tests/programs/make_model_data.py"]
+    files = [*ROOT.glob("jgg/hf/families/*.py"), ROOT / "tests/programs/tiny_models.py"]
     texts = [condensed(path.read_text()) for path in files]
     blocks = re.findall(r"^ *```python\n(.*?)^ *```", page, re.DOTALL | re.MULTILINE)
     parts = [part for block in blocks for part in re.split(r"^ *\.\.\..*$", block, flags=re.MULTILINE)]

@@ -225,7 +225,7 @@ def main():
     arguments = parser.parse_args()
     folder = arguments.folder
     if arguments.step == "make":
-        everything = importlib.import_module("tests.programs.make_model_data").FAMILIES
+        everything = importlib.import_module("tests.programs.tiny_models").FAMILIES
     else:
         everything = sorted(path.name for path in (folder / "transformers").iterdir())
     if arguments.step == "serve":
