@@ -57,12 +57,7 @@ ASSESSMENTS = {
     "GPU": (facts(H100), "triton", "compute capability 9.0", []),
     "CPU": (facts(versions=NO_PJRT), "xla", "no NVIDIA GPU", []),
     "CPU without Triton": (facts(versions=NO_TRITON | NO_PJRT), "xla", "no NVIDIA GPU", []),
-    "what looks for a GPU where there is none": (
-        facts(),
-        "xla",
-        "no NVIDIA GPU",
-        ["pip uninstall -y jax-cuda12-pjrt"],
-    ),
+    "what looks for a GPU where there is none": (facts(), "xla", "no NVIDIA GPU", ["pip uninstall -y jax-cuda12-pjrt"]),
     "the same for CUDA 13": (
         facts(versions=NO_PJRT | {"jax-cuda13-pjrt": "0.11.2"}),
         "xla",
@@ -113,12 +108,7 @@ ASSESSMENTS = {
         "another version",
         ["pip install 'jgg[cuda13]'"],
     ),
-    "GPU hidden": (
-        facts(has_nvidia_gpu=True, jax_platforms="cpu"),
-        "xla",
-        "JAX_PLATFORMS",
-        ["unset JAX_PLATFORMS"],
-    ),
+    "GPU hidden": (facts(has_nvidia_gpu=True, jax_platforms="cpu"), "xla", "JAX_PLATFORMS", ["unset JAX_PLATFORMS"]),
     "GPU unusable": (
         facts(has_nvidia_gpu=True),
         "xla",

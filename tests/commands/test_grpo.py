@@ -55,33 +55,13 @@ def folder(tmp_path, monkeypatch):
     return folder_with_tokenizer("qwen3_moe", tmp_path / "model")
 
 
-SIZES = (
-    "--problems",
-    2,
-    "--samples",
-    8,
-    "--max-new-tokens",
-    3,
-    "--dtype",
-    "float32",
-    "--lora-rank",
-    2,
-    "--remat",
-    "none",
-)
+GIVEN = "--prompts", "prompts.jsonl", "--reward", "reward.py", "--log-every", 1, "--problems", 2, "--samples", 8
+GIVEN += "--max-new-tokens", 3, "--dtype", "float32", "--lora-rank", 2, "--remat", "none"
 
 
 def run(*arguments):
     """Runs the command; the lines of its log."""
-    values = [
-        "--prompts",
-        "prompts.jsonl",
-        "--reward",
-        "reward.py",
-        "--log-every",
-        "1",
-        *map(str, [*SIZES, *arguments]),
-    ]
+    values = [*map(str, [*GIVEN, *arguments])]
     assert main(["grpo", "model", *values]) == 0
     with open(f"{values[values.index('--output') + 1]}.jsonl") as file:
         return [json.loads(line) for line in file]
@@ -272,7 +252,7 @@ WRONG = {
     "argument --temperature: must be greater than 0 and finite, got 0.0": ["--temperature", "0"],
     "--reward must be exact, number, FILE.py or FILE.py:NAME, got best": ["--reward", "best"],
     'held.jsonl:1: "prompt" must be a text or a list of messages with roles, got {"text": "t5"}': [
-        *("--eval-prompts", "held.jsonl"),
+        *("--eval-prompts", "held.jsonl")
     ],
     '"prompt" must have tokens, got ""': ["--prompts", "empty.jsonl"],
     "a conversation needs chat_template.jinja": ["--prompts", "chat.jsonl"],

@@ -142,11 +142,7 @@ def test_wheel_holds_the_package_and_nothing_else(form, request, source):
 
     metadata = {name for name in names if name.startswith("jgg-")}
     assert names - metadata == package | kernels
-    assert {name.partition("/")[2] for name in metadata} >= {
-        "METADATA",
-        "entry_points.txt",
-        "licenses/LICENSE",
-    }
+    assert {name.partition("/")[2] for name in metadata} >= {"METADATA", "entry_points.txt", "licenses/LICENSE"}
 
 
 @pytest.mark.thorough

@@ -139,13 +139,7 @@ def mean_loss(rows, folder="model"):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--batch-size", 2],
-        ["--no-packing", "--batch-size", 2, "--accumulate", 2],
-    ],
-)
+@pytest.mark.parametrize("options", [["--batch-size", 2], ["--no-packing", "--batch-size", 2, "--accumulate", 2]])
 def test_the_first_loss_of_fine_tuning_is_the_model_s_for_completions_alone(options, folder):
     write("data.jsonl", [*ROWS, {"text": words(range(30, 40))}])
     write("held.jsonl", ROWS)

@@ -112,16 +112,16 @@ def test_data_that_cannot_be_read_is_named(error):
 
 WRONG_TOGETHER = {
     "--batch-size times --accumulate times --sequence-length must be at most 67108864 tokens, got 2097152000": [
-        *("--batch-size", "1000", "--accumulate", "1024"),
+        *("--batch-size", "1000", "--accumulate", "1024")
     ],
     "--mix must have a share for each of 1 files, got 2": ["--mix", "1", "2"],
     "--mix needs each file of --data once, got data.jsonl, data.jsonl": [
-        *("--data", "data.jsonl", "data.jsonl", "--mix", "1", "2"),
+        *("--data", "data.jsonl", "data.jsonl", "--mix", "1", "2")
     ],
     "--process needs --coordinator HOST:PORT, got none": ["--process", "0"],
     "--coordinator HOST:PORT needs --processes and --process": ["--coordinator", "localhost:1", "--process", "0"],
     "--process must be less than --processes 2, got 2": [
-        *("--coordinator", "localhost:1", "--processes", "2", "--process", "2"),
+        *("--coordinator", "localhost:1", "--processes", "2", "--process", "2")
     ],
     "--fsdp-splits features needs several devices along --fsdp, got 1": ["--fsdp", "1", "--fsdp-splits", "features"],
     "--full needs --experts bfloat16, got fp8": ["--full", "--experts", "fp8"],
@@ -277,10 +277,7 @@ def test_parameters_in_mxfp4_count_as_numbers(tmp_path):
 
 @pytest.mark.parametrize("kind", [MemoryError("32 GiB"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 32\nGiB")])
 def test_too_little_memory_is_one_line(kind):
-    with (
-        pytest.raises(SystemExit, match=r"^jgg: memory runs out: take less of --x .*32 GiB\)$"),
-        enough_memory("--x"),
-    ):
+    with pytest.raises(SystemExit, match=r"^jgg: memory runs out: take less of --x .*32 GiB\)$"), enough_memory("--x"):
         raise kind
     with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), enough_memory("--x"):
         raise jax.errors.JaxRuntimeError("INTERNAL: other")

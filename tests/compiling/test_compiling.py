@@ -92,10 +92,7 @@ def test_is_compiled_for_each_device_and_each_constant(folder, compiled):
     assert len(list(folder.iterdir())) == len(compiled) == 3
 
 
-DAMAGE = {
-    "truncated": lambda text: text[: len(text) // 2],
-    "edited": lambda text: text.replace(".reqntid", ".maxntid"),
-}
+DAMAGE = {"truncated": lambda text: text[: len(text) // 2], "edited": lambda text: text.replace(".reqntid", ".maxntid")}
 
 
 @pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE)

@@ -71,11 +71,7 @@ def test_the_interpreter_needs_no_private_function_of_triton(monkeypatch):
 @pytest.mark.parametrize(
     ("package", "version", "remedy"),
     [
-        (
-            "triton",
-            "3.6.0",
-            r"triton>=3\.7\.1 \(PyTorch 2\.12 and later bring one\), got 3\.6\.0: pip install '",
-        ),
+        ("triton", "3.6.0", r"triton>=3\.7\.1 \(PyTorch 2\.12 and later bring one\), got 3\.6\.0: pip install '"),
         ("jax-triton", "0.3.1", r"jax-triton>=0\.4\.1, got 0\.3\.1: pip install 'jax-triton>=0\.4\.1,<0\.5', or use "),
     ],
 )

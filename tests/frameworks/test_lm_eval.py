@@ -159,11 +159,7 @@ def test_generation_is_that_of_each_context_alone(folder):
     until = {"until": [f"t{want[0][1]}"], "max_gen_toks": 5}
     (cut,) = lm.generate_until(instances("generate_until", (words(contexts[0]), until)), disable_tqdm=True)
     assert cut == words(want[0][:1]) + " "  # all that precedes it
-    cold = {
-        "do_sample": False,
-        "temperature": 0.0,
-        "max_gen_toks": 5,
-    }  # greedy decoding ignores the temperature
+    cold = {"do_sample": False, "temperature": 0.0, "max_gen_toks": 5}  # greedy decoding ignores the temperature
     (greedy,) = lm.generate_until(instances("generate_until", (words(contexts[0]), cold)))
     assert numbers(greedy) == want[0][:5]
     drawn = {"do_sample": True, "temperature": 5.0, "top_k": 60, "top_p": 0.99, "max_gen_toks": 5}

@@ -51,11 +51,7 @@ MESHES = {
     "fsdp": {"ici_fsdp_parallelism": 4, "ici_data_parallelism": 2},
     "tensor": {"ici_tensor_parallelism": 2},
     "ring of experts": {"ici_expert_parallelism": 2, "use_ring_of_experts": True},
-    "ring of experts, tensor": {
-        "ici_expert_parallelism": 2,
-        "ici_tensor_parallelism": 2,
-        "use_ring_of_experts": True,
-    },
+    "ring of experts, tensor": {"ici_expert_parallelism": 2, "ici_tensor_parallelism": 2, "use_ring_of_experts": True},
 }
 
 

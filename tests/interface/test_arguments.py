@@ -125,10 +125,7 @@ FUNCTIONS = {
         | {"w_layout": "enk", **dict.fromkeys(("permute_x", "permute_y", "weighted", "biased"), False)},
     ),
     "MoELayer": (MoELayer, LAYER | {"in_features": 6}),
-    "nnx.MoE": (
-        lambda **options: jgg.nnx.MoE(**options, rngs=nnx.Rngs(0)),
-        MODULE | {"in_features": 6},
-    ),
+    "nnx.MoE": (lambda **options: jgg.nnx.MoE(**options, rngs=nnx.Rngs(0)), MODULE | {"in_features": 6}),
     "linen.MoE": (jgg.linen.MoE, MODULE),
     **{
         config.__name__: (config, dataclasses.asdict(config()))

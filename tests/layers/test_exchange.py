@@ -76,11 +76,7 @@ def test_tokens_in_expert_order_need_no_indices(implementation, biased, quantiza
         def forward(arrays, weights):
             routing = jgg.Routing(weights, jnp.zeros_like(weights, jnp.int32), jnp.asarray(sizes), indices)
             return jgg.moe_mlp(
-                **arrays,
-                routing=routing,
-                precision="highest",
-                implementation=implementation,
-                quantization=quantization,
+                **arrays, routing=routing, precision="highest", implementation=implementation, quantization=quantization
             )
 
         return forward_and_backward(forward)(dy, arrays, weights)

@@ -345,10 +345,7 @@ ERRORS = {
     "score": ({"score": "relu"}, "score must be one of .*got 'relu'"),
     "activation": ({"activation": "swish"}, "activation must be an Activation or one of"),
     "scale_input": ({"scale_input": True}, "scale_input needs topk to be 1, got 2"),
-    "topk_groups": (
-        {"num_groups": 2, "topk_groups": 3},
-        "topk_groups must be between 1 and num_groups, 2, got 3",
-    ),
+    "topk_groups": ({"num_groups": 2, "topk_groups": 3}, "topk_groups must be between 1 and num_groups, 2, got 3"),
     "num_groups": ({"num_groups": 3}, "num_groups must divide the number of experts, 8, got 3"),
     "scores_per_group": (
         {"num_groups": 4, "scores_per_group": 3},

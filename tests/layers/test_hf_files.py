@@ -181,12 +181,7 @@ def test_a_config_is_a_mapping(config):
 
 
 FP8 = {"quant_method": "fp8"}
-WRONG_QUANTIZATIONS = [
-    "fp8",
-    ["fp8"],
-    8,
-    {"quant_method": ["fp8"]},
-]
+WRONG_QUANTIZATIONS = ["fp8", ["fp8"], 8, {"quant_method": ["fp8"]}]
 WRONG_BLOCKS = [None, 8, "ab", [128], [0, 128], [128, -1], ["128", 128], [128.0, 128], [True, 1]]
 
 

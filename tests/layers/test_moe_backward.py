@@ -76,8 +76,7 @@ def test_policies_know_the_residuals_by_name(own_names, saved, is_kept):
 
 
 @pytest.mark.parametrize(
-    ("quantization", "biased"),
-    [(None, False), (None, True), (jgg.Fp8(), False), (jgg.Fp8(keeps_weights=True), True)],
+    ("quantization", "biased"), [(None, False), (None, True), (jgg.Fp8(), False), (jgg.Fp8(keeps_weights=True), True)]
 )
 def test_frozen_arrays_leave_no_product(biased, quantization, launched):
     """In no program of a GPU, nor of a CPU before XLA sees it, is a gradient that nobody asked for."""

@@ -232,11 +232,7 @@ ROUTE_ERRORS = {
         ValueError,
         "scores_per_group must be None or between 1 and the experts of a group, 4, got 0",
     ),
-    "score": (
-        {"score": "relu"},
-        ValueError,
-        "score must be one of ('softmax', 'topk_softmax', 'sigmoid'), got 'relu'",
-    ),
+    "score": ({"score": "relu"}, ValueError, "score must be one of ('softmax', 'topk_softmax', 'sigmoid'), got 'relu'"),
     "normalize": (
         {"score": "topk_softmax", "normalize": False},
         ValueError,

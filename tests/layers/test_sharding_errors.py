@@ -82,11 +82,7 @@ WRONG_ARRAYS = {
         {"low_rank_down": jgg.LowRank(np.zeros((8, 12, 4), np.float32), np.zeros((8, 4, 12), np.float32))},
         "low_rank_down for w [8, 10, 12] in w_layout 'ekn' must have a [8, 10, 4] and b [8, 4, 12], got a [8",
     ),
-    "features disagree": (
-        {"expert": "b"},
-        zeros(x=(32, 11)),
-        "w_gate_up must have H in-features equal to x's 11",
-    ),
+    "features disagree": ({"expert": "b"}, zeros(x=(32, 11)), "w_gate_up must have H in-features equal to x's 11"),
 }
 
 

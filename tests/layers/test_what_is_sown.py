@@ -62,9 +62,7 @@ def test_a_layer_s_losses_are_those_of_the_tokens_that_count(given):
     y, sown = nnx.capture(layer, nnx.Intermediate)(jnp.where(mask[..., None], x, jnp.nan), topk_indices, mask=mask)
     logits = jgg.router_logits(x[mask], layer.w_router[...])
     np.testing.assert_allclose(
-        sown["load_balancing_loss"][0],
-        jgg.load_balancing_loss(logits, sown["topk_indices"][0][mask]),
-        rtol=1e-6,
+        sown["load_balancing_loss"][0], jgg.load_balancing_loss(logits, sown["topk_indices"][0][mask]), rtol=1e-6
     )
     np.testing.assert_allclose(sown["router_z_loss"][0], jgg.router_z_loss(logits), rtol=1e-6)
     assert_close(y[mask], layer(x, topk_indices)[mask], 1e-6)

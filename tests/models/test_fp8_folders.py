@@ -39,12 +39,7 @@ PUBLISHED = {
     "deepseek": (HOW, (128, 128), "_scale_inv", np.float32),
     "minimax": (HOW | {"fmt": "float8_e4m3fn", "ignored_layers": ["gate"]}, (128, 128), "_scale_inv", np.float32),
     "other blocks": (HOW | {"weight_block_size": [24, 20]}, (24, 20), "_scale_inv", np.float32),
-    "llm-compressor": (
-        of_groups(strategy="block", block_structure=[16, 24]),
-        (16, 24),
-        "_scale",
-        jnp.bfloat16,
-    ),
+    "llm-compressor": (of_groups(strategy="block", block_structure=[16, 24]), (16, 24), "_scale", jnp.bfloat16),
     "glm": (of_groups(strategy="channel"), (1, 4096), "_scale", np.float32),
 }
 

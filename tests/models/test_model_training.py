@@ -204,11 +204,7 @@ def test_programs_do_not_grow_with_the_number_of_layers():
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     ("computed", "implementation"),
-    [
-        ("logits", "xla"),
-        ("loss", "xla"),
-        pytest.param("losses", "interpret", marks=pytest.mark.interpret),
-    ],
+    [("logits", "xla"), ("loss", "xla"), pytest.param("losses", "interpret", marks=pytest.mark.interpret)],
 )
 def test_gradients_inside_shard_map(computed, implementation):
     """A model whose weights all devices share, in a shard_map over tokens; one device has the same types as several."""

@@ -65,11 +65,7 @@ def test_weights_of_another_kind_are_named(dtype, tmp_path):
 
 @pytest.mark.parametrize("kind", ["folder", "pipe", "device"])
 def test_what_is_no_file_is_named_and_not_read(kind, tmp_path):
-    make = {
-        "folder": lambda path: path.mkdir(),
-        "pipe": os.mkfifo,
-        "device": lambda path: path.symlink_to("/dev/zero"),
-    }
+    make = {"folder": lambda path: path.mkdir(), "pipe": os.mkfifo, "device": lambda path: path.symlink_to("/dev/zero")}
     for name in ("config.json", "model.safetensors", "model.safetensors.index.json", "model-1.safetensors"):
         folder = copied("qwen3_moe", tmp_path / name)
         if name in ("model.safetensors.index.json", "model-1.safetensors"):

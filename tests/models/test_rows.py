@@ -9,16 +9,7 @@ import pytest
 
 import jgg
 from jgg.core.mixers import RotaryConfig
-from jgg.models.norms import (
-    NORMALIZED,
-    TOTAL,
-    _exact_factor,
-    add_and_norm,
-    how_of_rows,
-    norm,
-    norm_beside,
-    residual,
-)
+from jgg.models.norms import NORMALIZED, TOTAL, _exact_factor, add_and_norm, how_of_rows, norm, norm_beside, residual
 from jgg.models.rotary import rotated, rotations
 from tests.models.test_model_training import loss_and_gradients
 from tests.support.closeness import assert_close

@@ -129,10 +129,7 @@ def test_every_option_in_the_other_layout(case, implementation, dtype, precision
 
 
 @parametrize(
-    on("xla", FLOAT32),
-    rarely_on("xla", BFLOAT16),
-    on("interpret", FLOAT32),
-    on("triton", HIGHEST, FLOAT16, BFLOAT16),
+    on("xla", FLOAT32), rarely_on("xla", BFLOAT16), on("interpret", FLOAT32), on("triton", HIGHEST, FLOAT16, BFLOAT16)
 )
 def test_every_pattern_of_empty_groups(implementation, dtype, precision):
     options = {"in_features": 16, "out_features": 12, "biased": True, "weighted": True}

@@ -230,16 +230,7 @@ def reference_inverse(gather_indices):
 
 @pytest.mark.parametrize(
     "gather_indices",
-    [
-        [],
-        [0],
-        [-1],
-        [1],
-        [3, 1, 0, 2],
-        [0, 0, 0, 0],
-        [3, -1, 4, 0],
-        [2, 2, MAX_INT, MIN_INT, -5, 5, 1],
-    ],
+    [[], [0], [-1], [1], [3, 1, 0, 2], [0, 0, 0, 0], [3, -1, 4, 0], [2, 2, MAX_INT, MIN_INT, -5, 5, 1]],
 )
 def test_inverse_permutation(gather_indices):
     inverse = inverse_permutation(jnp.array(gather_indices, jnp.int32))

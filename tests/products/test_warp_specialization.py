@@ -248,11 +248,7 @@ def test_dw_takes_the_largest_groups_first(launched, monkeypatch):
 
     def dw(x, dy, sizes):
         return jgg.grouped_gemm_dw(
-            x,
-            dy,
-            group_sizes=sizes,
-            implementation="triton",
-            kernel_config=hopper_config(jgg.KernelConfigDW, "enk"),
+            x, dy, group_sizes=sizes, implementation="triton", kernel_config=hopper_config(jgg.KernelConfigDW, "enk")
         )
 
     with jgg.target(90, 132):

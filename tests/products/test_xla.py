@@ -12,10 +12,7 @@ from tests.support.marks import PLAIN_JAX, on, thorough_but
 from tests.support.passes import forward_and_backward
 
 ROWS, IN, OUT, TOPK = 512, 64, 96, 2
-OPTIONS = {
-    "plain": {},
-    "everything": {"topk": TOPK, "permute_x": True, "permute_y": True},
-}
+OPTIONS = {"plain": {}, "everything": {"topk": TOPK, "permute_x": True, "permute_y": True}}
 
 
 def compiled(num_experts, dtype, options, w_layout, backward, implementation):

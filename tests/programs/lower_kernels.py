@@ -96,11 +96,7 @@ def lower_product(problem, dtype, precision, products):
         """What needs those products; jit leaves the others out."""
         y, vjp = jax.vjp(lambda floats: forward(floats, fixed), floats)
         (grads,) = vjp(dy)
-        results = {
-            "forward": y,
-            "dx": (grads["x"], grads["topk_weights"]),
-            "dw": (grads["w"], grads["bias"]),
-        }
+        results = {"forward": y, "dx": (grads["x"], grads["topk_weights"]), "dw": (grads["w"], grads["bias"])}
         return [results[name] for name in products]
 
     lower(compute, floats, arrays, jax.eval_shape(forward, floats, arrays))

@@ -47,12 +47,7 @@ BLOCKS = {
         "Qwen3NextSparseMoeBlock",
         QWEN | {"shared_expert_intermediate_size": 40},
     ),
-    "olmoe": (
-        "olmoe",
-        "olmoe",
-        "OlmoeSparseMoeBlock",
-        SMALL | {"num_experts": EXPERTS, "norm_topk_prob": False},
-    ),
+    "olmoe": ("olmoe", "olmoe", "OlmoeSparseMoeBlock", SMALL | {"num_experts": EXPERTS, "norm_topk_prob": False}),
     "deepseek_v3": ("deepseek_v3", "deepseek_v3", "DeepseekV3MoE", DEEPSEEK),
     "kimi_k2": ("deepseek_v3", "deepseek_v3", "DeepseekV3MoE", KIMI),
     "glm4_moe": ("glm4_moe", "glm4_moe", "Glm4MoeMoE", DEEPSEEK | {"n_group": 1, "topk_group": 1}),

@@ -42,8 +42,7 @@ def run_product(case, dtype, configs):
     data = make_data(case, dtype)
     options = {**case.options, "preferred_element_type": case.out_dtype}
     arrays, *fixed = jax.tree.map(
-        jnp.asarray,
-        ((data.x, data.w, data.topk_weights, data.bias), data.group_sizes, data.gather_indices, data.dy),
+        jnp.asarray, ((data.x, data.w, data.topk_weights, data.bias), data.group_sizes, data.gather_indices, data.dy)
     )
     run = jax.jit(passes_of_grouped_gemm("triton", options, dict(configs)))
     jax.block_until_ready(run(arrays, *fixed))

@@ -46,10 +46,7 @@ IN_MESH = {
 }
 # devices along one of two axes do not divide the tokens, where XLA's partitioner added its padding to a gradient
 FEW_MESHES = {(4, 2)}
-REFUSED = {
-    "rows": ({"x": P("a")}, None),
-    "rows in plain JAX": ({"x": P("a"), "w": P("b")}, "xla"),
-}
+REFUSED = {"rows": ({"x": P("a")}, None), "rows in plain JAX": ({"x": P("a"), "w": P("b")}, "xla")}
 FEW = ("all three", "Explicit mesh", *REFUSED)
 
 

@@ -56,12 +56,7 @@ class Case:
     @property
     def options(self):
         """Keyword arguments of grouped_gemm, and of the oracle's functions."""
-        return {
-            "topk": self.topk,
-            "permute_x": self.permute_x,
-            "permute_y": self.permute_y,
-            "w_layout": self.w_layout,
-        }
+        return {"topk": self.topk, "permute_x": self.permute_x, "permute_y": self.permute_y, "w_layout": self.w_layout}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -184,14 +179,7 @@ OPTIONS_HALVES = tuple(
     for half in (True, False)
 )
 
-EVERYTHING = {
-    "topk": 2,
-    "permute_x": True,
-    "permute_y": True,
-    "gather": "random",
-    "weighted": True,
-    "biased": True,
-}
+EVERYTHING = {"topk": 2, "permute_x": True, "permute_y": True, "gather": "random", "weighted": True, "biased": True}
 
 # Most cases have the shapes and options of one of two: "uneven" and "everything". JAX compiles only those, then.
 SIZES = (
@@ -261,10 +249,7 @@ BAD_VALUES = (
     Case("indices-repeated-everything", **EVERYTHING | {"gather": "repeated"}),
 )
 
-DTYPES = (
-    Case("result-in-float32", out_dtype="float32", **EVERYTHING),
-    Case("result-in-float16", out_dtype="float16"),
-)
+DTYPES = (Case("result-in-float32", out_dtype="float32", **EVERYTHING), Case("result-in-float16", out_dtype="float16"))
 
 _INT8 = {"group_sizes": (40, 0, 50), "num_rows": 100, "in_features": 8, "index_dtype": "int8", **EVERYTHING}
 INDEX_DTYPES = (

@@ -170,11 +170,7 @@ def _own_outputs(case, data, precision):
     if data.gather_indices is not None:
         positions = data.gather_indices.astype(np.int64)
         positions = np.where((positions >= 0) & (positions < num_rows), positions, 2**30)
-    indices = (
-        positions // topk if case.permute_x else in_order,
-        positions if case.permute_y else in_order,
-        positions,
-    )
+    indices = (positions // topk if case.permute_x else in_order, positions if case.permute_y else in_order, positions)
     weights = np.ones(num_rows, np.float32) if data.topk_weights is None else data.topk_weights
     bias = np.zeros((len(ranges), case.out_features), data.x.dtype) if data.bias is None else data.bias
 
@@ -228,11 +224,7 @@ def _plain_xla(precision, indices, members, dy, *arrays):
     def forward(x, w, weights, bias):
         x = x.at[x_rows].get(mode="fill", fill_value=0)
         products = jnp.einsum(
-            "emk,ekn->emn",
-            jnp.where(member_rows, x, 0),
-            w,
-            precision=precision,
-            preferred_element_type=jnp.float32,
+            "emk,ekn->emn", jnp.where(member_rows, x, 0), w, precision=precision, preferred_element_type=jnp.float32
         )
         # a wider result's cotangent is not rounded
         products = _round_cotangent(products, x.dtype if dy.dtype.itemsize == x.dtype.itemsize else jnp.float32)

@@ -22,11 +22,7 @@ RANK = 7
 CASES = {
     "data": ({"data": ("a", "b", "c")}, {}, "uneven"),
     "fsdp": ({"fsdp": "a", "data": "b"}, {}, "uneven"),
-    "fsdp of features": (
-        {"fsdp": "a", "data": "b"},
-        {"fsdp_splits": "features", "prevent_cse": False},
-        "uneven",
-    ),
+    "fsdp of features": ({"fsdp": "a", "data": "b"}, {"fsdp_splits": "features", "prevent_cse": False}, "uneven"),
     "tensor": ({"tensor": "c"}, {}, "uneven"),
     "expert by all-gather": ({"expert": "b"}, {}, "uneven"),
     "expert by ragged all-to-all": ({"expert": "b"}, {"exchange": "ragged_all_to_all"}, "uneven"),

@@ -26,12 +26,7 @@ def differentiable(case, implementation):
 
     def function(arrays):
         return jgg.grouped_gemm(
-            **arrays,
-            **fixed,
-            **case.options,
-            **configs,
-            implementation=implementation,
-            precision="highest",
+            **arrays, **fixed, **case.options, **configs, implementation=implementation, precision="highest"
         )
 
     arrays = {name: getattr(data, name) for name in NAMES if getattr(data, name) is not None}

@@ -42,11 +42,7 @@ def train(params, x, target):
 
 def arguments():
     rng = np.random.default_rng(0)
-    shapes = {
-        "router": (FEATURES, EXPERTS),
-        "up": (EXPERTS, 2 * HIDDEN, FEATURES),
-        "down": (EXPERTS, FEATURES, HIDDEN),
-    }
+    shapes = {"router": (FEATURES, EXPERTS), "up": (EXPERTS, 2 * HIDDEN, FEATURES), "down": (EXPERTS, FEATURES, HIDDEN)}
     params = {name: jnp.asarray(rng.standard_normal(shape), jnp.float32) / 4 for name, shape in shapes.items()}
     x, target = (jnp.asarray(rng.standard_normal((TOKENS, FEATURES)), jnp.float32) for _ in range(2))
     return params, x, target

@@ -182,10 +182,7 @@ def test_donated_rows(implementation):
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "implementations",
-    [
-        pytest.param(("None", "interpret"), marks=pytest.mark.interpret, id="kernels"),
-        pytest.param(("xla",), id="xla"),
-    ],
+    [pytest.param(("None", "interpret"), marks=pytest.mark.interpret, id="kernels"), pytest.param(("xla",), id="xla")],
 )
 def test_over_several_devices(implementations):
     """Products and layers in shard_map, and vmap over a batch that a mesh splits, in a process of their own."""

@@ -17,15 +17,7 @@ from tests.support.comparison import small_configs
 from tests.support.marks import INTERPRET, KERNELS, PLAIN_JAX, RARELY_INTERPRETED, on, thorough_but
 from tests.support.moe_runs import forward, indices_of
 from tests.support.passes import forward_and_backward
-from tests.support.transforms import (
-    IN_ORDER,
-    ORDER,
-    SMALL,
-    WITH_EVERYTHING,
-    batch_of,
-    expected_outputs,
-    passes_of,
-)
+from tests.support.transforms import IN_ORDER, ORDER, SMALL, WITH_EVERYTHING, batch_of, expected_outputs, passes_of
 
 ROUTING = ("topk_weights", "group_sizes", "gather_indices")
 # what has a batch axis; the rest is shared
