@@ -1,17 +1,11 @@
 """`jgg finetune` and `jgg train` say in one line what is wrong with options, folders and data, before any model."""
 
-import argparse
-import ast
 import json
 import os
-import re
 import shutil
-import subprocess
 import sys
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
 from flax import nnx
 
@@ -19,10 +13,9 @@ import jgg.hf
 import jgg.models
 import jgg.train
 from jgg.cli import main
-from jgg.cli.errors import UsageError, enough_memory, writes
-from jgg.cli.memory import take_most
+from jgg.cli.errors import writes
 from jgg.cli.parsing import parse
-from jgg.cli.training import devices, folders, loop
+from jgg.cli.training import folders, loop
 from jgg.cli.training.data import data_of
 from jgg.core.quantized import count_numbers
 from tests.support.models import config_of, folder_with_tokenizer, with_mxfp4
@@ -275,64 +268,6 @@ def test_parameters_in_mxfp4_count_as_numbers(tmp_path):
     assert count_numbers(stored) == count_numbers(dense) == sum(a.size for a in jax.tree.leaves(dense))
 
 
-@pytest.mark.parametrize("kind", [MemoryError("32 GiB"), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 32\nGiB")])
-def test_too_little_memory_is_one_line(kind):
-    with pytest.raises(SystemExit, match=r"^jgg: memory runs out: take less of --x .*32 GiB\)$"), enough_memory("--x"):
-        raise kind
-    with pytest.raises(jax.errors.JaxRuntimeError, match="INTERNAL"), enough_memory("--x"):
-        raise jax.errors.JaxRuntimeError("INTERNAL: other")
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "share"),
-    [
-        ("XLA_PYTHON_CLIENT_MEM_FRACTION", ".92", "92% of the GPU's memory, 72.0 GiB, and more with {} above 0.92"),
-        ("XLA_CLIENT_MEM_FRACTION", ".5", "50% of the GPU's memory, 72.0 GiB, and more with {} above 0.5"),
-        ("XLA_PYTHON_CLIENT_MEM_FRACTION", "", "75% of the GPU's memory, 72.0 GiB, and more with {} above 0.75"),
-    ],
-)
-def test_too_little_memory_names_the_share_of_the_gpu(name, value, share, monkeypatch):
-    for other in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
-        monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv(name, value)
-    device = argparse.Namespace(memory_stats=lambda: {"bytes_limit": 72 * 2**30})
-    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(jax, "local_devices", lambda: [device])
-    message = re.escape(f"take less of --x; JAX may use {share.format(name)} (RESOURCE_EXHAUSTED: 32 GiB)")
-    with pytest.raises(SystemExit, match=message), enough_memory("--x"):
-        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 32\nGiB")
-
-
-@pytest.mark.parametrize("name", ["XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"])
-def test_a_share_of_the_user_s_stays(name, monkeypatch):
-    """JAX refuses both names."""
-    for other in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "XLA_CLIENT_MEM_FRACTION"):
-        monkeypatch.delenv(other, raising=False)
-    monkeypatch.setenv(name, ".5")
-    take_most()
-    assert {key: value for key, value in os.environ.items() if "MEM_FRACTION" in key} == {name: ".5"}
-    monkeypatch.setenv(name, "")  # which JAX takes for none
-    take_most()
-    assert os.environ["XLA_PYTHON_CLIENT_MEM_FRACTION"] == ".92"
-
-
-def test_a_command_takes_most_of_a_gpu_before_jax_asks_and_an_import_nothing():
-    """JAX reads the share when it loads its plugin."""
-    program = (
-        "import os, jax, jgg.cli, jgg.models\n"
-        "from jax._src import xla_bridge\n"
-        "def shares(): return {name: os.environ[name] for name in os.environ if 'MEM_FRACTION' in name}\n"
-        "before, found = shares(), []\n"
-        "xla_bridge.discover_pjrt_plugins = lambda: found.append(shares())\n"
-        "jgg.cli.main(['info', '--json'])\n"
-        "print()\nprint([before, *found])"
-    )
-    env = {name: value for name, value in os.environ.items() if "MEM_FRACTION" not in name}
-    ended = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
-    wanted = [{}, {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".92"}]
-    assert ast.literal_eval(ended.stdout.splitlines()[-1]) == wanted
-
-
 def test_what_cannot_be_written_is_one_line(tmp_path):
     path = tmp_path / "none" / "x"
     with pytest.raises(SystemExit, match=r"^jgg: could not write .*/none/x: No such file or directory$"), writes(path):
@@ -396,59 +331,3 @@ def test_other_options_are_named_where_a_run_goes_on(folder, error, monkeypatch)
     assert "data is " in error("finetune", *arguments)
     (folder.parent / "run" / "run.toml").write_text("{")
     assert "run/run.toml must be a TOML file" in error("finetune", *arguments)
-
-
-@pytest.mark.usefixtures("optax_promotion")
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_matrices_decay_by_either_optimizer(optimizer):
-    params = {"w_o": jnp.ones((4, 6)), "w_head": jnp.ones((6, 5)), "b_q": jnp.ones(4), "attention_norm": jnp.ones(4)}
-    zeros = jax.tree.map(jnp.zeros_like, params)
-    args = argparse.Namespace(optimizer=optimizer, weight_decay=0.1)
-    made = loop.optimizer_of(args, lambda step: 0.5 - 0.25 * step)
-    state = made.init(params)
-    for rate in (0.5, 0.25):
-        updates, state = made.update(zeros, state, params)
-        assert {name: float(update.ravel()[0]) for name, update in updates.items()} == pytest.approx(
-            {"w_o": -0.1 * rate, "w_head": -0.1 * rate, "b_q": 0, "attention_norm": 0}
-        )
-    gradients = {
-        name: jnp.asarray(np.random.default_rng(1).normal(size=p.shape), p.dtype) for name, p in params.items()
-    }
-    updates, _ = made.update(gradients, made.init(params), zeros)
-    rms = {name: float(jnp.sqrt(jnp.mean(jnp.square(update)))) / 0.5 for name, update in updates.items()}
-    assert rms.pop("w_o") == pytest.approx({"adamw": 1.0, "muon": 0.2}[optimizer], rel=0.2)
-    # Nesterov's mean, which AdamW also has when it runs with Muon, is 1 + 0.9 * 0.1 / 0.19 times the first gradient
-    of_others = {"adamw": 1.0, "muon": 1 + 0.9 * 0.1 / 0.19}[optimizer]
-    assert rms == pytest.approx(dict.fromkeys(rms, of_others), rel=0.01)
-
-
-def test_the_rate_rises_and_falls():
-    """The first step learns too, and a run of a step or two has a rate."""
-    for steps, warmup in ((1, None), (2, None), (40, 10), (5, 9)):
-        schedule = loop.schedule_of(argparse.Namespace(learning_rate=0.5, warmup=warmup), steps)
-        rates = [float(schedule(step)) for step in range(steps)]
-        assert rates[0] > 0 and max(rates) == pytest.approx(0.5 if steps > (warmup or 1) else rates[-1])
-    assert rates == sorted(rates)
-
-
-def test_a_batch_is_what_devices_split(monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 6)
-    monkeypatch.setattr(jax, "make_mesh", lambda *_, **__: None)
-    monkeypatch.setattr(devices, "MoESharding", lambda _, **options: options)
-    own = {"exchange": "ragged_all_to_all", "buffer_factor": 1.5, "fsdp_splits": "experts"}
-    args = argparse.Namespace(fsdp=None, expert=2, batch_size=None, **own)
-    assert devices.sharding_of(args, 12) == {"fsdp": "fsdp", "expert": "expert"} | own
-    assert (args.fsdp, args.batch_size) == (3, 6)
-    wanted = "the model's 8 experts must be a multiple of the number of devices, got 6: .*, or take --fsdp-splits"
-    with pytest.raises(UsageError, match=wanted):
-        devices.sharding_of(args, 8)
-    features = argparse.Namespace(**vars(args) | {"fsdp_splits": "features"})
-    assert devices.sharding_of(features, 8)["fsdp_splits"] == "features"
-    with pytest.raises(UsageError, match="the model's 9 experts must be a multiple of --expert, got 2"):
-        devices.sharding_of(features, 9)
-    features.fsdp, features.expert = None, 4
-    with pytest.raises(UsageError, match="--fsdp times --expert must be 6, the number of devices, got 1 times 4"):
-        devices.sharding_of(features, 8)
-    args.batch_size = 4
-    with pytest.raises(UsageError, match="--batch-size must be a multiple of 6, the number of devices, got 4"):
-        devices.sharding_of(args, 12)
