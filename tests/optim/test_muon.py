@@ -46,23 +46,24 @@ def assert_close(got, wanted, atol):
     jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=0, atol=atol), got, wanted)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"ns_coeffs": "dion", "nesterov": False, "weight_decay": 0.1, "beta": 0.8},
-        {"consistent_rms": 0.2, "weight_decay": 0.1, "adam_b1": 0.8, "adam_b2": 0.95, "adam_weight_decay": 0.3},
-        {"ns_steps": 3, "adam_learning_rate": 1e-3, "adam_eps_root": 1e-8, "eps": 1e-3},
-        {"ns_coeffs": ((3.0, -3.2, 1.2), (1.875, -1.25, 0.375)), "ns_steps": 2},
-    ],
-)
-def test_it_is_optaxs_in_float32(options):
+OPTIONS = [
+    {},
+    {"ns_coeffs": "dion", "nesterov": False, "weight_decay": 0.1, "beta": 0.8},
+    {"consistent_rms": 0.2, "weight_decay": 0.1, "adam_b1": 0.8, "adam_b2": 0.95, "adam_weight_decay": 0.3},
+    {"ns_steps": 3, "adam_learning_rate": 1e-3, "adam_eps_root": 1e-8, "eps": 1e-3},
+    {"ns_coeffs": ((3.0, -3.2, 1.2), (1.875, -1.25, 0.375)), "ns_steps": 2},
+]
+CASES = [pytest.param(own, "float32", 2e-4) for own in OPTIONS]
+CASES += [pytest.param(own, "float16", 0.03, marks=[pytest.mark.sweep] * bool(own)) for own in OPTIONS]
+
+
+@pytest.mark.parametrize(("options", "dtype", "atol"), CASES)
+def test_it_is_optaxs(options, dtype, atol):
     params = random_like(SHAPES, 99)
-    got, _ = run(jgg.optim.muon(0.1, **options, ns_dtype="float32"), params)
+    got, _ = run(jgg.optim.muon(0.1, **options, ns_dtype=dtype), params)
     numbers = jgg.optim.matrices(params)
     wanted, _ = run(optax.contrib.muon(0.1, **options, muon_weight_dimension_numbers=numbers), params)
-    assert_close(got, wanted, 2e-4)
-    assert_close(run(jgg.optim.muon(0.1, **options), params)[0], wanted, 0.03)  # in float16
+    assert_close(got, wanted, atol)
 
 
 def test_adaptive_is_of_each_matrix():
@@ -129,13 +130,14 @@ def test_names_are_compared_whole():
 def test_momentum_and_updates_have_their_dtypes():
     """bfloat16 parameters with a bfloat16 momentum, alone and under float32 masters."""
     params = random_like(SHAPES, 98, "bfloat16")
+    in_float32 = functools.partial(jax.tree.map, lambda p: p.astype("float32"))
+    wanted, _ = run(jgg.optim.muon(0.1, ns_dtype="float32"), in_float32(params))
     for optimizer in (jgg.optim.muon(0.1), jgg.train.float32_masters(jgg.optim.muon(0.1, mu_dtype="bfloat16"))):
         got, state = run(optimizer, params, dtype="bfloat16")
         assert {leaf.dtype for leaf in jax.tree.leaves(got)} == {jnp.dtype("bfloat16")}
         mus = [leaf for leaf in jax.tree.leaves(state) if leaf.shape == (2, 3, 8, 12)]
         assert jnp.dtype("bfloat16") in {mu.dtype for mu in mus}
-        wanted, _ = run(jgg.optim.muon(0.1, ns_dtype="float32"), jax.tree.map(lambda p: p.astype("float32"), params))
-        assert_close(jax.tree.map(lambda p: p.astype("float32"), got), wanted, 0.06)
+        assert_close(in_float32(got), wanted, 0.06)
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 3, 4), (2, 0, 3, 4), (2, 0, 4), (0, 0)])
@@ -177,12 +179,13 @@ def test_a_layer_learns_with_the_trainer(tmp_path):
         return jgg.train.Trainer(layer, jgg.optim.muon(0.05, ns_coeffs="polar_express"), loss)
 
     whole, stopped, going_on = trainer(), trainer(), trainer()
-    before = loss(whole.model, x)[0]
+    loss_of = nnx.jit(lambda layer: loss(layer, x)[0])
+    before = loss_of(whole.model)
     list(whole.fit(lambda step: x, 20, every=()))
     list(stopped.fit(lambda step: x, 10, every=(), checkpoints=tmp_path))
     list(going_on.fit(lambda step: x, 20, every=(), checkpoints=tmp_path))
     jax.tree.map(np.testing.assert_array_equal, nnx.state(going_on.model), nnx.state(whole.model))
-    assert loss(whole.model, x)[0] < 0.9 * before
+    assert loss_of(whole.model) < 0.9 * before
 
 
 @pytest.mark.parametrize(

@@ -39,7 +39,12 @@ def reference(family):
 
 
 def loaded(family, **options):
-    """The model in float32."""
+    """The model in float32, a module of its own in each call."""
+    return nnx.clone(_loaded(family, **options))
+
+
+@functools.cache
+def _loaded(family, **options):
     return jgg.models.load(DATA / family, **{"dtype": jnp.float32, **options})
 
 
