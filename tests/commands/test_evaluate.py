@@ -7,17 +7,15 @@ import math
 import re
 import socket
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 
 import jgg.models
 from jgg.cli import main
 from tests.support import processes
 from tests.support.frameworks import framework, write_task
-from tests.support.models import folder_with_tokenizer, loaded, logits_of
+from tests.support.models import fill_adapters, folder_with_tokenizer, loaded, logits_of
 
 pytestmark = pytest.mark.xdist_group("cli")  # one worker compiles what they share
 ROWS = [
@@ -105,9 +103,7 @@ def test_a_limit_draws_sequences(folder, data, capsys):
 
 
 def test_an_adapter_and_files_in_a_table(folder, data, tmp_path, capsys):
-    model = loaded("qwen3_moe", lora_rank=2)
-    adapters = nnx.state(model, nnx.LoRAParam)
-    nnx.update(model, jax.tree.map(lambda own: jax.random.normal(jax.random.key(own.size), own.shape), adapters))
+    model = fill_adapters(loaded("qwen3_moe", lora_rank=2), 1.0)
     jgg.models.save_adapter(model, tmp_path / "adapter")
     (tmp_path / "adapter/generation_config.json").write_text('{"eos_token_id": [3]}')  # is not measured
     other = tmp_path / "other.jsonl"

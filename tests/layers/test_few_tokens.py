@@ -27,8 +27,8 @@ LAYER = MoELayer(
 
 def make_params(layer, **experts):
     shapes = layer.shapes | layer.adapter_shapes
-    keys = jax.random.split(jax.random.key(0), len(shapes))
-    params = {name: jax.random.normal(key, shape) / 8 for key, (name, shape) in zip(keys, shapes.items(), strict=True)}
+    rng = np.random.default_rng(0)
+    params = {name: jnp.asarray(rng.normal(size=shape) / 8, jnp.float32) for name, shape in shapes.items()}
     return params | {name: jgg.quantize_weights(params[name]) for name in ("w_gate_up", "w_down")}
 
 
@@ -38,7 +38,7 @@ def apply(layer, params, x, quantization=None):
 
 
 def tokens(count):
-    return jax.random.normal(jax.random.key(count), (count, H))
+    return jnp.asarray(np.random.default_rng(count).normal(size=(count, H)), jnp.float32)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from jgg.models import decoding, fp8_forms, loading
 from jgg.models.generation import generate
 from jgg.models.requests import asked
 from jgg.train import losses
-from tests.support.models import loaded
+from tests.support.models import DATA, loaded
 from tests.support.returned import returned_arguments
 
 IDS = np.arange(6, dtype=np.int32)[None]
@@ -35,8 +35,8 @@ def made_for_generation(model):
 
 
 def invariant(experts="dense", **options):
-    """A model that multiplies in FP8, by weights that it quantizes or that are loaded so."""
-    model = loaded("qwen3_moe", experts=experts, batch_invariant=True, **options)
+    """A model that multiplies in FP8, by weights that it quantizes or that are loaded so, and that it alone has."""
+    model = jgg.models.load(DATA / "qwen3_moe", dtype=jnp.float32, experts=experts, batch_invariant=True, **options)
     model.layers.moe.quantization = jgg.Fp8()
     return model
 

@@ -4,7 +4,6 @@ import json
 import re
 import shutil
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -15,7 +14,7 @@ import jgg.models
 from jgg.hf.adapter_experts import pair_of
 from tests.support.hf import assert_same_tensors
 from tests.support.marks import thorough_but
-from tests.support.models import DATA, FAMILIES, MORE_FAMILIES, OWN_PARTS, loaded, logits_of, reference
+from tests.support.models import DATA, FAMILIES, MORE_FAMILIES, OWN_PARTS, fill_adapters, loaded, logits_of, reference
 
 ADAPTERS = DATA.parent / "model_adapters"
 CASES = "qwen3_moe", "gpt_oss", "mixtral", "glm4_moe"
@@ -83,9 +82,7 @@ def test_a_model_gets_the_targets_ranks_and_scales_of_a_folder(case, tmp_path):
 )
 def test_adapters_are_read_back_bit_for_bit(family, dtype, tmp_path):
     options = {"lora_rank": 3, "lora_alpha": 7.0, "lora_param_dtype": dtype}
-    model, rng = loaded(family, **options), np.random.default_rng(0)
-    random = lambda value: jnp.asarray(rng.standard_normal(value.shape), value.dtype)  # noqa: E731
-    nnx.update(model, jax.tree.map(random, nnx.state(model, nnx.LoRAParam)))
+    model = fill_adapters(loaded(family, **options), 1.0)
     assert {array.dtype for array in adapters_of(model).values()} == {jnp.dtype(dtype)}
     jgg.models.save_adapter(model, tmp_path)
     again = loaded(family, **options)

@@ -3,18 +3,16 @@
 import json
 import warnings
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import nnx
 from safetensors.numpy import load_file
 
 import jgg.hf
 import jgg.models
 from jgg.core.choices import TARGETS
 from tests.support.marks import thorough_but
-from tests.support.models import DATA, loaded, logits_of, reference
+from tests.support.models import DATA, fill_adapters, loaded, logits_of, reference
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 WITH_MODULES = (
@@ -25,10 +23,7 @@ RANKS, ALPHAS = tuple(range(1, len(TARGETS) + 1)), tuple(float(2 + number) for n
 
 
 def with_random_adapters(family, **options):
-    model = loaded(family, **({"lora_rank": RANKS, "lora_alpha": ALPHAS} | options))
-    of_value = lambda value: 0.1 * jax.random.normal(jax.random.key(value.size), value.shape, value.dtype)  # noqa: E731
-    nnx.update(model, jax.tree.map(of_value, nnx.state(model, nnx.LoRAParam)))
-    return model
+    return fill_adapters(loaded(family, **({"lora_rank": RANKS, "lora_alpha": ALPHAS} | options)))
 
 
 @pytest.mark.filterwarnings("ignore:PEFT leaves out")

@@ -10,7 +10,7 @@ import jgg.models
 import jgg.optim
 from jgg.core.choices import ALL_TARGETS
 from jgg.models.max_logits import max_logits
-from tests.support.models import copied, loaded, logits_of
+from tests.support.models import copied, fill_adapters, loaded, logits_of
 
 RNG = np.random.default_rng(11)
 TOKENS = RNG.integers(0, 64, (2, 9))
@@ -45,11 +45,7 @@ def test_largest_logits_of_the_keys_that_queries_attend_to(length, limits):
 def clippable(family, folder):
     """A model whose adapters, of all matrices that may have one, add as much as the matrices."""
     folder = copied(family, folder / family, clip_qkv=None)
-    model = jgg.models.load(folder, dtype=jnp.float32, lora_rank=2, lora_targets=ALL_TARGETS)
-    for number, (_, variable) in enumerate(nnx.iter_graph(model)):
-        if isinstance(variable, nnx.LoRAParam):
-            variable[...] = 0.5 * jax.random.normal(jax.random.key(number), variable.shape)
-    return model
+    return fill_adapters(jgg.models.load(folder, dtype=jnp.float32, lora_rank=2, lora_targets=ALL_TARGETS), 0.5)
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, *MORE_FAMILIES])

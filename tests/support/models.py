@@ -48,6 +48,14 @@ def _loaded(family, **options):
     return jgg.models.load(DATA / family, **{"dtype": jnp.float32, **options})
 
 
+def fill_adapters(model, scale=0.1):
+    """The model with random values in its adapters."""
+    rng = np.random.default_rng(0)
+    random = lambda own: jnp.asarray(scale * rng.normal(size=own.shape), own.dtype)  # noqa: E731
+    nnx.update(model, jax.tree.map(random, nnx.state(model, nnx.LoRAParam)))
+    return model
+
+
 def config_of(family):
     """The content of config.json."""
     return json.loads((DATA / family / "config.json").read_text())
