@@ -229,6 +229,10 @@ class Attention(nnx.Module):
 
     def _attend_to_those_before(self, q: jax.Array, place: Place, cache: Cache) -> jax.Array:
         """The result for tokens that are in the cache, at place.start and after it, [B, S, heads, D]."""
+        if cache.layout is not None and place.window is not None:
+            most = cache.layout.ring - place.window + 1
+            needed = f"piece of empty_caches must be at least the tokens that run at once with a start, {q.shape[1]}"
+            check(q.shape[1] <= most, f"{needed}, got caches for {most}.")
         sinks = self.sinks[...] if self.own.use_sinks else None
         chunk = self._chunk_of(cache)
         starts = None if chunk is None else jnp.broadcast_to(place.positions // chunk * chunk, q.shape[:2])
