@@ -67,7 +67,7 @@ class Decoder(DecoderStacks):
       batch_invariant: on a GPU, a token's result has the same bits whatever other tokens are in the batch, and whatever
         their number, order or padding. Kernels with a fixed order of additions then compute everything. With a
         sharding, each device's sequences get the same bits on any device. Gradients are not covered. Without a GPU the
-        option promises nothing. Models with recurrent layers refuse it.
+        option promises nothing.
       sharding: how a mesh of Auto axes splits the model, a `jgg.sharding.MoESharding`: experts as in `jgg.nnx.MoE`, and
         sequences over `sharding.token_axes`. With an fsdp axis, all other matrices are stored split over that axis and
         the expert axis, and each layer gathers its own in the forward pass and again in the backward pass. They are

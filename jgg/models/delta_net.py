@@ -11,6 +11,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.typing import DTypeLike
 
 from jgg.core.mixers import DeltaConfig
+from jgg.core.rounding import rounded
 from jgg.extend import barrier
 from jgg.models.attention import PROJECTIONS, Place
 from jgg.models.config import ModelConfig
@@ -178,7 +179,8 @@ def _convolved(
     before = jnp.zeros((x.shape[0], size - 1, x.shape[2]), x.dtype) if seen is None else seen
     tokens = jnp.concatenate([before, x], axis=1)
     if is_invariant:  # products of two numbers of 16 bits are exact, and so it does not matter what they are fused with
-        w = barrier(w.astype(x.dtype))
+        wide = w.astype(jnp.float32)  # whose gradient is not rounded
+        w = barrier(wide + jax.lax.stop_gradient(rounded(wide, x.dtype) - wide))
     total = jnp.zeros(x.shape, jnp.float32)
     for back in range(size):
         first = size - 1 - back

@@ -168,7 +168,7 @@ def test_rewards_that_can_be_verified():
     texts = ["18", "#### 18.0", r"\boxed{17}", "none", "0.1"]
     assert number(completions=texts, answer=["9 * 2 = <<9*2=18>>18\n#### 18", 18, 18, 18, "1"]) == [1, 1, 0, 0, 0]
     for wrong in ("abc", None):
-        with pytest.raises(ValueError, match="answer must have a number in each row"):
+        with pytest.raises(ValueError, match=r"answer must (have a number|be) in each row"):
             number(completions=["1"], answer=[wrong])
     with pytest.raises(UsageError, match="--prompts must have no column completions"):
         Reward("exact", ["answer", "completions"])
@@ -184,6 +184,7 @@ BODIES = {  # what a function returns, and how it is told
     "None": "must return a list of 3 numbers, got NoneType None",
     "'abc'": "must return a list of 3 numbers, got str 'abc'",
     "1 / 0": "fails in line 2: ZeroDivisionError: division by zero",
+    "(1 / x for x in (1, 0, 1))": "fails in line 2: ZeroDivisionError: division by zero",
     "prompts['x']": "fails in line 2: TypeError: list indices must be integers or slices, not str",
 }
 
@@ -202,6 +203,7 @@ FILES = {  # what a file has, and how it is told
     "import nothing_of_this_name": "cannot be imported: ModuleNotFoundError: No module named 'nothing_of_this_name'",
     "def score(completions): ...": "must have a function reward, got score",
     "reward = 1": "must have a function reward, got none",
+    "def reward(prompts, completions, /): ...": "must take all arguments by name, got prompts before /",
 }
 
 
@@ -266,6 +268,9 @@ WRONG = {
     "--reward exact with --prompts: answer must be in each row of the prompts, got one without": [
         *("--reward", "exact", "--prompts", "some.jsonl"),
     ],
+    "--eval-prompts: answer must be a text or a finite number in each row of the prompts, got ['t6']": [
+        *("--reward", "exact", "--prompts", "answered.jsonl", "--eval-prompts", "lists.jsonl"),
+    ],
     "--reward number with --prompts: answer must have a number in each row of the prompts, got 'six'": [
         *("--reward", "number", "--prompts", "words.jsonl"),
     ],
@@ -280,6 +285,7 @@ def test_what_is_wrong_is_named_before_there_is_a_model(message, error):
     write("some.jsonl", [{"prompt": "t5", "answer": "t6"}, {"prompt": "t5"}])
     write("words.jsonl", [{"prompt": "t5", "answer": "six"}])
     write("bare.jsonl", [{"prompt": "t5"}])
+    write("lists.jsonl", [{"prompt": "t5", "answer": ["t6"]}])
     Path("solution.py").write_text("def reward(completions, solution): ...")
     write("chat.jsonl", [{"prompt": [{"role": "user", "content": "t5"}]}])
     assert message in error(*WRONG[message])

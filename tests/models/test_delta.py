@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 
 import jgg.hf
 import jgg.models
-from jgg.models.delta_net import States
+from jgg.models.delta_net import States, _convolved
 from tests.support.models import DATA, config_of, loaded, logits_of, reference
 
 FAMILY = "qwen3_5_moe_text"
@@ -270,3 +270,16 @@ def test_a_multimodal_folder_has_the_parameters_of_its_language_model(is_text, t
     got, wanted = nnx.state(jgg.models.load(tmp_path, dtype=jnp.float32)), nnx.state(model())
     for own, other in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_array_equal(own, other)
+
+
+def test_float32_masters_of_the_convolution_get_gradients_that_are_not_rounded():
+    """Which would overflow in float16; with batch_invariant too, where the product takes rounded weights."""
+    x, w = jnp.full((4, 4000, 2), 6, jnp.float16), jnp.full((2, 1, 4), 0.01, jnp.float32)
+
+    def gradient(is_invariant):
+        y, pull_back = jax.vjp(lambda w: _convolved(x, w, None, None, is_invariant), w)
+        return pull_back(jnp.full_like(y, 2))[0]
+
+    want = gradient(False)
+    assert np.all(want > 1e5)
+    np.testing.assert_allclose(gradient(True), want, rtol=1e-3)

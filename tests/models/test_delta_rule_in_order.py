@@ -94,3 +94,18 @@ def test_one_compiled_program_computes_any_number_of_tokens():
             lower(lambda resets, *tokens: with_what_is_kept(*tokens, resets=resets), resets, *tokens)
             lower(step, *tokens, jnp.stack([state, state]), jnp.int32(1))
     assert len(set(vars(kernel)["_jT_kernel_cache"]) - before) == 1
+
+
+@KERNELS
+def test_one_head_starts_anew_and_others_go_on(implementation):
+    arrays, *_ = random((2, 5, 1, 2, 8, 4), seed=2)
+    arrays[3] = arrays[3].at[0, 2, 1].set(-jnp.inf)
+    got, want = (
+        delta_rule_in_order(*arrays[:5], arrays[5][None], 0, scale=SCALE, epsilon=EPSILON, implementation=each)
+        for each in (implementation, "xla")
+    )
+    assert_close(got, want)
+    alone, _ = delta_rule(
+        *(array[:, 2:] for array in arrays[:5]), state=None, scale=SCALE, epsilon=EPSILON, implementation="xla"
+    )
+    assert_close(want[0][0, 2:, 1], alone[0, :, 1])

@@ -62,6 +62,12 @@ class Data(NamedTuple):
     end_tokens: list[int]
     date: datetime.date
 
+    @property
+    def columns(self) -> list[str]:
+        """The columns of all prompts."""
+        held_out = [] if self.held_out is None else self.held_out.columns
+        return [*dict.fromkeys([*self.learned.columns, *held_out])]
+
     def in_words(self) -> str:
         """What is learned."""
         own = self.learned

@@ -27,16 +27,15 @@ _LEFT_OUT = re.compile(r"\\text\s*\{[^{}]*\}|\\[%,! ]|[%\s]")  # from what is bo
 
 def exact(completions: Sequence[Completion], answer: Sequence[object], **_: object) -> list[float]:
     """1 where a completion is the answer, up to white space around it."""
-    if None in answer:
-        raise ValueError("answer must be in each row of the prompts, got one without")
-    return [float(text_of(own).strip() == str(wanted).strip()) for own, wanted in zip(completions, answer, strict=True)]
+    pairs = zip(completions, map(_text_of_answer, answer), strict=True)
+    return [float(text_of(own).strip() == wanted) for own, wanted in pairs]
 
 
 def number(completions: Sequence[Completion], answer: Sequence[object], **_: object) -> list[float]:
     """1 where a completion's result, by `number_in`, equals the answer's."""
 
     def wanted(own: object) -> float:
-        found = number_in(str(own))
+        found = number_in(_text_of_answer(own))
         if found is None:
             raise ValueError(f"answer must have a number in each row of the prompts, got {own!r:.80}")
         return found
@@ -44,6 +43,16 @@ def number(completions: Sequence[Completion], answer: Sequence[object], **_: obj
     results = (number_in(text_of(own)) for own in completions)
     pairs = zip(results, map(wanted, answer), strict=True)
     return [float(own is not None and math.isclose(own, right, rel_tol=1e-9)) for own, right in pairs]
+
+
+def _text_of_answer(answer: object) -> str:
+    """The text of the column "answer" in a row."""
+    if answer is None:
+        raise ValueError("answer must be in each row of the prompts, got one without")
+    is_number = isinstance(answer, int | float) and not isinstance(answer, bool) and math.isfinite(answer)
+    if not isinstance(answer, str) and not is_number:
+        raise ValueError(f"answer must be a text or a finite number in each row of the prompts, got {answer!r:.80}")
+    return (str(int(answer)) if isinstance(answer, float) and answer.is_integer() else str(answer)).strip()
 
 
 def number_in(text: str) -> float | None:
@@ -91,12 +100,12 @@ class Reward:
         if taken := own & {*columns}:
             raise UsageError(f"--prompts must have no column {min(taken)}, which the reward gets otherwise, got one")
         known = own | {*columns}
-        needed = {
-            p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
-        }
-        self._needed = needed - own
+        named = [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+        if by_place := [p.name for p in parameters if p.kind is p.POSITIONAL_ONLY]:
+            raise UsageError(f"{self.name} must take all arguments by name, got {by_place[0]} before /")
+        self._needed = {p.name for p in named if p.default is p.empty} - own
         takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-        self._names = known if takes_all else known & {p.name for p in parameters}
+        self._names = known if takes_all else known & {p.name for p in named}
 
     def check_rows(self, option: str, prompts: Prompts) -> None:
         """Raises UsageError if an option's prompts lack a column that the function needs, or a built-in one an answer.
@@ -122,14 +131,11 @@ class Reward:
         count = len(arguments["completions"])
         try:
             found = self._function(**{name: arguments[name] for name in self._names})
+            rewards = list(found) if isinstance(found, Iterable) and not isinstance(found, str | dict) else None
         except (Exception, SystemExit) as error:  # of any type: it is a program
             raise SystemExit(f"jgg: {self.name} fails{self._line_of(error)}: {kind_and_text(error)}") from error
-        try:
-            rewards = list(found)
-        except TypeError:
-            rewards = None
         expected = f"jgg: {self.name} must return a list of {count} numbers"
-        if rewards is None or isinstance(found, str | dict):
+        if rewards is None:
             raise SystemExit(f"{expected}, got {type(found).__name__} {found!r:.80}")
         if len(rewards) != count:
             raise SystemExit(f"{expected}, one for each completion, got {len(rewards)}")

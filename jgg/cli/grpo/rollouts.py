@@ -167,7 +167,7 @@ class Sampler:
             text if isinstance(prompt.row["prompt"], str) else [{"role": "assistant", "content": text}]
             for prompt, text in zip(prompts, texts, strict=True)
         ]
-        columns = {name: [prompt.row.get(name) for prompt in prompts] for name in self._data.learned.columns}
+        columns = {name: [prompt.row.get(name) for prompt in prompts] for name in self._data.columns}
         own: dict[str, Sequence[object]] = {
             "prompts": [prompt.row["prompt"] for prompt in prompts],
             "completions": completions,

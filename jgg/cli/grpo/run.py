@@ -56,7 +56,7 @@ def _prepare(args, folder: Path, config: ModelConfig) -> "_Run":
     if args.eval_prompts is not None:
         held_out = read_prompts("--eval-prompts", args.eval_prompts, tokenizer, config, most, date)
     data = Data(learned, held_out, jgg.data.stop_tokens(folder), date)
-    reward = Reward(args.reward, learned.columns)
+    reward = Reward(args.reward, data.columns)
     reward.check_rows("--prompts", learned)
     if held_out is not None:
         reward.check_rows("--eval-prompts", held_out)

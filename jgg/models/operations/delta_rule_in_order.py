@@ -58,9 +58,7 @@ def _types(operands: DeltaRuleInOrder, keeps: bool, **_: object) -> WrittenInOrd
 
 def _plain(operands: DeltaRuleInOrder, keeps: bool, scale: float, epsilon: float) -> WrittenInOrder:
     q, k, v, log_decay, beta, states, layer = operands
-    is_new = jnp.isneginf(log_decay)
-    resets, log_decay = is_new[..., 0], jnp.where(is_new, 0.0, log_decay)
-    y, state, *kept = delta_rule(q, k, v, log_decay, beta, states[layer], resets, scale, epsilon)
+    y, state, *kept = delta_rule(q, k, v, log_decay, beta, states[layer], None, scale, epsilon)
     return WrittenInOrder(y, states.at[layer].set(state), *(kept if keeps else (None, None)))
 
 
