@@ -22,8 +22,8 @@ RECURRENT = "qwen3_next", "qwen3_5_moe_text"
 # what moves or rounds numbers
 EXACT = {
     "broadcast_in_dim", "clamp", "concatenate", "convert_element_type", "copy", "dynamic_slice", "gather",
-    "jgg_barrier", "max", "min", "name", "pad", "reshape", "scatter", "select_n", "slice", "split", "squeeze",
-    "stop_gradient", "transpose",
+    "jgg_barrier", "max", "min", "name", "pad", "reduce_precision", "reshape", "scatter", "select_n", "slice", "split",
+    "squeeze", "stop_gradient", "transpose",
 }  # fmt: skip
 
 
