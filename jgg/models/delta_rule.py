@@ -54,7 +54,7 @@ def delta_rule(
       scale: the factor of the results.
       epsilon: what is added to the sums of squares.
       implementation: "triton", "xla", "interpret" or None.
-      in_order: whether kernels compute a token's result with the bits of `delta_rule_in_order`. It takes longer.
+      in_order: whether kernels compute a token's result with the bits of `delta_rule_in_order`.
 
     Returns: (y [B, S, value heads, V] in the dtype of v, the states after the last tokens, float32 [B, value heads, K,
       V]).
