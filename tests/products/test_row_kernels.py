@@ -83,6 +83,7 @@ HEADS = {  # heads, kv heads, D, pairs
     "80": (4, 2, 80, 40),
     "128 and a quarter of it rotated": (5, 3, 128, 16),
     "256": (2, 2, 256, 128),
+    "256 and a quarter of it rotated": (4, 1, 256, 32),
     "odd": (17, 1, 17, 3),
 }
 

@@ -13,6 +13,7 @@ from jgg.extend import How, Launch, Launcher, Operation, array_type, power_of_2,
 from jgg.models.operations.norm import rms_norm
 
 _MOST_PAIRS = 1024  # of a head that kernels take
+_MOST_OF_REST = 4 * _MOST_PAIRS  # features that are not rotated, of the heads that a program takes at once
 
 
 class Rotary(NamedTuple):
@@ -95,16 +96,17 @@ def _constants(
     target: Target, q: jax.Array, k: jax.Array, cos: jax.Array, head_features: int, epsilon: float
 ) -> dict[str, int | float]:
     pairs = cos.shape[1]
-    block_pairs = power_of_2(pairs)
+    block_pairs, block_rest = power_of_2(pairs), power_of_2(max(1, head_features - 2 * pairs))
+    rows = min(tiles_of("rotary_kernel", target)["pairs"] // block_pairs, _MOST_OF_REST // block_rest)
     return {
         "HEADS_Q": q.shape[1] // head_features,
         "HEADS_K": k.shape[1] // head_features,
         "D": head_features,
         "PAIRS": pairs,
         "EPSILON": epsilon,
-        "BLOCK_ROWS": max(1, tiles_of("rotary_kernel", target)["pairs"] // block_pairs),
+        "BLOCK_ROWS": max(1, rows),
         "BLOCK_PAIRS": block_pairs,
-        "BLOCK_REST": power_of_2(max(1, head_features - 2 * pairs)),
+        "BLOCK_REST": block_rest,
     }
 
 
@@ -117,8 +119,7 @@ def _blocks(num_tokens: int, constants: Mapping[str, int | float]) -> tuple[int,
 
 def _fits(num_tokens: int, constants: Mapping[str, int | float]) -> bool:
     is_small = num_tokens * max(constants["HEADS_Q"], constants["HEADS_K"]) <= MAX_ROWS
-    fits_rest = constants["BLOCK_ROWS"] * constants["BLOCK_REST"] <= 4 * _MOST_PAIRS
-    return is_small and fits_rest and constants["PAIRS"] <= _MOST_PAIRS
+    return is_small and constants["BLOCK_REST"] <= _MOST_OF_REST and constants["PAIRS"] <= _MOST_PAIRS
 
 
 def _launch(launcher: Launcher, operands: Rotary, head_features: int, epsilon: float) -> Rotated:
