@@ -18,7 +18,6 @@ import functools
 import json
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -64,18 +63,12 @@ def random_model(config: jgg.models.ModelConfig, experts: str, **options: Any) -
         *modules, own = map(str, path)
         shape, is_stacked = variable.shape, bool(modules) and modules[0] in stacks
         is_of_experts = own in ("w_gate_up", "w_down") and "moe" in modules
-        make = functools.partial(
-            _random,
-            own,
-            shape[1:] if is_stacked else shape,
-            variable.dtype,
-            config.init_scale,
-            experts if is_of_experts else "bfloat16",
-        )
+        form, shape_of_one = (experts if is_of_experts else "bfloat16"), shape[1:] if is_stacked else shape
+        make = functools.partial(_random, own, shape_of_one, variable.dtype, config.init_scale, form)
         where = sharding and place((*modules, own), shape, sharding, is_stacked=is_stacked)
         # as `load` keeps them; a copy in the other form would leave no place for large arrays
-        if model.options.batch_invariant and is_of_experts and experts == "fp8" and sharding is None:
-            make = functools.partial(_in_one_form, make)
+        if model.options.batch_invariant and form == "fp8" and sharding is None:
+            make = functools.partial(_in_one_form, own, shape_of_one, variable.dtype, config.init_scale)
         make_all = functools.partial(jax.lax.map, make) if is_stacked else make
         value = jax.jit(make_all, out_shardings=where)(jax.random.split(key, shape[0]) if is_stacked else key)
         module = functools.reduce(getattr, modules, model)
@@ -86,8 +79,9 @@ def random_model(config: jgg.models.ModelConfig, experts: str, **options: Any) -
     return model
 
 
-def _in_one_form(make: Callable[[jax.Array], QuantizedArray], key: jax.Array) -> WeightForms:
-    return WeightForms(None, make(key).mT)
+def _in_one_form(name: str, shape: tuple[int, ...], dtype: Any, scale: float, key: jax.Array) -> WeightForms:
+    """Matrices in FP8, transposed alone: drawn like this, for XLA would transpose all layers' at once."""
+    return WeightForms(None, _random(name, (*shape[:-2], shape[-1], shape[-2]), dtype, scale, "fp8", key))
 
 
 def _random(name: str, shape: tuple[int, ...], dtype: Any, scale: float, experts: str, key: jax.Array) -> Any:
