@@ -16,12 +16,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 
 import jgg
 import jgg.models
 import jgg.train
+from benchmarks import grpo
 from benchmarks.memory import peak_gib
 from benchmarks.model_configs import CONFIGS, config_of
 from benchmarks.models import make_step, random_model
@@ -37,7 +37,7 @@ PROMPT = NEW_TOKENS = 128
 CHUNK = 32  # tokens of a row that are timed together
 BATCHES = 1, 64, 256  # sequences of generation
 ROWS = 32  # sequences whose losses are computed at once
-PROBLEMS, ANSWERS, LEARNED = 32, 8, 16  # of reinforcement learning; the last: sequences that are learned at once
+PROBLEMS, ANSWERS = 32, 8  # of reinforcement learning
 
 
 class Line(NamedTuple):
@@ -172,54 +172,28 @@ def _compared(model: jgg.models.Decoder, drawn: Any, prompts: np.ndarray, length
 
 
 def policy_gradient(job: Job) -> Iterator[Line]:
-    """Steps of GRPO: answers are drawn, rewarded at random, and learned by adapters."""
-    model = job.model_of(remat="all", lora_rank=16)
-    draw, config = np.random.default_rng(0), job.config
-
-    def loss(model: jgg.models.Decoder, part: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
-        of_trainer = -model.losses(part["tokens"], part["targets"], mask=part["mask"])
-        difference = jnp.where(part["is_new"], of_trainer - part["log_probabilities"], 0.0)
-        gains = jnp.where(part["is_new"], jnp.exp(difference) * part["advantages"], 0.0)
-        return -jnp.sum(gains) / jnp.sum(part["is_new"]), part["place"] * jnp.max(jnp.abs(difference))
-
-    trainer = jgg.train.Trainer(model, optax.adam(1e-4), loss, wrt=nnx.LoRAParam, accumulate=True)
-    del model
-    parts, sampled = PROBLEMS * ANSWERS // LEARNED, []
-
-    def batch_of(step: int) -> dict[str, np.ndarray]:
-        begin = time.perf_counter()
-        prompts = draw.integers(config.vocabulary, size=(PROBLEMS, PROMPT), dtype=np.int32)
-        seeds = draw.integers(2**31, size=PROBLEMS)
-        options: Any = {"temperature": 1.0, "seeds": seeds, "num_samples": ANSWERS, "details": True}
-        drawn = jgg.models.generate(trainer.model, prompts, NEW_TOKENS, **options)
-        rows = drawn.training_rows(prompts)._replace(topk_indices=None)
-        sampled.append((time.perf_counter() - begin, int(np.sum(drawn.lengths))))
-        advantages = draw.standard_normal((len(rows.tokens), 1)).astype(np.float32)
-        arrays = {name: np.asarray(array) for name, array in rows._asdict().items() if array is not None}
-        arrays |= {"advantages": advantages}
-        arrays = {name: array.reshape(parts, -1, *array.shape[1:]) for name, array in arrays.items()}
-        return arrays | {"place": parts * np.eye(parts, dtype=np.float32)}
-
-    begins, differences = [time.perf_counter()], []
-    for record in trainer.fit(batch_of, STEPS, every=(1,)):
-        begins.append(time.perf_counter())
-        differences.append(float(np.max(record.metrics)))
-    seconds, (sampling, tokens) = begins[-1] - begins[-2], sampled[-1]
-    largest = max(differences)
+    """Steps of GRPO, as `benchmarks.grpo` measures them."""
+    sizes = {"prompts": PROBLEMS, "answers": ANSWERS, "prompt": PROMPT, "steps": STEPS, "rows": PROBLEMS * ANSWERS}
+    if _is_small():
+        sizes |= {"length": 2 * (PROMPT + NEW_TOKENS), "prompts": 2, "answers": 2, "rows": 4}
+    options = [option for name, size in sizes.items() for option in (f"--{name}", str(size))]
+    args = grpo.make_parser().parse_args([*options, "--new-tokens", str(NEW_TOKENS // 4), str(NEW_TOKENS)])
+    args.experts, args.no_batch_invariant = job.experts, not job.batch_invariant
+    steps = grpo.measure_steps(args, job.config)
+    largest, last = max(step.difference for step in steps), steps[-1]
     result = f"OK, difference {largest}" if largest == 0 else f"difference {largest:.3g}, not 0"
-    yield Line(f"{sampling:.1f} s of it sampling", seconds * 1e3, tokens / seconds, result)
+    yield Line(f"{last.sampling:.1f} s of it sampling", last.whole * 1e3, last.tokens / last.whole, result)
 
 
 def _jobs() -> dict[str, Job]:
     """All jobs by name, the longest first."""
     jobs = {"grpo qwen3-30b-a3b fp8": Job(policy_gradient, "qwen3-30b-a3b", "fp8", batch_invariant=True)}
-    for model, experts in (("qwen3-30b-a3b", "bfloat16"), ("qwen3-30b-a3b", "fp8"), ("gpt-oss-20b", "as-stored")):
+    stored = {model: "as-stored" if model == "gpt-oss-20b" else "fp8" for model in CONFIGS}
+    for model, experts in (("qwen3-30b-a3b", "bfloat16"), *stored.items()):
         for how in (True, False):
             name = f"generate {model} {experts}{' batch_invariant' if how else ''}"
             jobs[name] = Job(generation, model, experts, batch_invariant=how)
-    for model in CONFIGS:
-        experts = "as-stored" if model == "gpt-oss-20b" else "fp8"
-        jobs[f"finetune {model} {experts}"] = Job(fine_tuning, model, experts)
+    jobs |= {f"finetune {model} {experts}": Job(fine_tuning, model, experts) for model, experts in stored.items()}
     return jobs | {"train qwen3-30b-a3b 8 layers": Job(training, "qwen3-30b-a3b", layers=8)}
 
 
