@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from jgg.launching.kernel_configs import KernelConfigDX as KernelConfigDX
     from jgg.launching.kernel_configs import KernelConfigForward as KernelConfigForward
     from jgg.linear.fp8 import Fp8 as Fp8
+    from jgg.linear.fp8 import quantize_mxfp4 as quantize_mxfp4
     from jgg.linear.fp8 import quantize_tokens as quantize_tokens
     from jgg.linear.fp8 import quantize_weights as quantize_weights
     from jgg.linear.grouped_gemm import grouped_gemm as grouped_gemm
@@ -67,7 +68,7 @@ _NAMES = {
     "experts.router.losses": "load_balancing_loss router_z_loss update_selection_bias",
     "experts.router.routing": "Routing route sort_by_expert",
     "launching.kernel_configs": "KernelConfigDW KernelConfigDX KernelConfigForward",
-    "linear.fp8": "Fp8 quantize_tokens quantize_weights",
+    "linear.fp8": "Fp8 quantize_mxfp4 quantize_tokens quantize_weights",
     "linear.grouped_gemm": "grouped_gemm grouped_gemm_dw grouped_gemm_dx grouped_gemm_forward",
     "linear.low_rank": "LowRank",
     "linear.ragged_dot": "ragged_dot ragged_dot_general",

@@ -16,7 +16,8 @@ REWARD_SCALES = "group", "batch", "none"
 AGGREGATIONS = "token", "sequence", "constant"  # of the losses of tokens
 IMPORTANCES = "token", "sequence"
 KL_ESTIMATORS = "k1", "k2", "k3"
-EXPERTS = "bfloat16", "as-stored", FP8  # how commands load them
+MXFP4 = "mxfp4"
+EXPERTS = "bfloat16", "as-stored", FP8, MXFP4  # how commands load them
 TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # and the package that each needs
 
 # matrices that may have adapters

@@ -8,6 +8,8 @@ Source: OCP Microscaling Formats (MX) Specification 1.0; the order in a byte mat
 transformers.
 """
 
+import functools
+import itertools
 from types import ModuleType
 
 import jax
@@ -19,6 +21,9 @@ from jgg.core.arguments import check
 
 PACKED_DTYPE = jnp.dtype(jnp.uint8)
 GROUP = 32  # numbers that share a scale
+MAGNITUDES = 0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0
+_BOUNDS = tuple((low + high) / 2 for low, high in itertools.pairwise(MAGNITUDES))
+_LARGEST_SCALE = 252  # all whose numbers are finite in float32
 _BYTES = GROUP // 2  # of the numbers that share a scale
 _INFINITY, _NAN = 0x7F800000, 0x7FC00000  # bits of float32
 
@@ -68,6 +73,54 @@ def packed(codes: np.ndarray, axis: int) -> np.ndarray:
     """The inverse of `unpacked_codes`, in NumPy."""
     first, second = (np.take(codes, np.arange(start, codes.shape[axis], 2), axis=axis) for start in (0, 1))
     return first | second << 4
+
+
+@functools.partial(jax.jit, static_argnames="axis")
+def pack(array: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
+    """The values and scales that stand for an array, in plain JAX.
+
+    A number becomes the nearest one that its scale gives, of two equally near ones the one whose mantissa is even. A
+    scale is the power of two with the least sum of squared errors, of that which makes the largest magnitude at least 4
+    and less than 8, where more than 6 becomes 6, its half and its double. A group with a NaN or an infinity becomes
+    NaN. Numbers below float32's smallest normal one count as zero.
+
+    Args:
+      array: floats, with a multiple of 32 along `axis`.
+      axis: -2 or -1, along which two numbers share a byte and 32 numbers a scale.
+    """
+    groups = jnp.moveaxis(array.astype(jnp.float32), axis, -1)
+    groups = groups.reshape(*groups.shape[:-1], -1, GROUP)
+    magnitudes = jnp.abs(groups)
+    largest = jnp.max(magnitudes, axis=-1, keepdims=True)
+    first = jnp.clip((jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 2, 0, _LARGEST_SCALE)
+    half = (first - 127) // 2  # in two steps, as 2**-127 is not a normal number
+    scaled = magnitudes * _power_of_2(-half) * _power_of_2(half - (first - 127))
+
+    def candidate(step: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """A scale, the numbers without their signs as indices of MAGNITUDES, and the sum of squared errors."""
+        scale = jnp.clip(first + step, 0, _LARGEST_SCALE)
+        factor = _power_of_2(scale - first)
+        even, odd = ([factor * bound for bound in _BOUNDS[start::2]] for start in (0, 1))
+        above = [*(scaled > bound for bound in even), *(scaled >= bound for bound in odd)]
+        code = functools.reduce(jnp.add, (each.astype(jnp.int32) for each in above))
+        errors = scaled - factor * jnp.take(jnp.asarray(MAGNITUDES, jnp.float32), code)
+        return scale, code, jnp.sum(errors**2, axis=-1, keepdims=True)
+
+    scale, code, error = candidate(0)
+    for step in (-1, 1):
+        other_scale, other_code, other_error = candidate(step)
+        is_less = other_error < error
+        scale, code = jnp.where(is_less, other_scale, scale), jnp.where(is_less, other_code, code)
+        error = jnp.minimum(error, other_error)
+    code = jnp.where(groups < 0, code | 8, code).astype(PACKED_DTYPE)
+    values = (code[..., ::2] | code[..., 1::2] << 4).reshape(*groups.shape[:-2], -1)
+    scales = jnp.where(jnp.isfinite(largest), scale, 255)[..., 0].astype(PACKED_DTYPE)
+    return jnp.moveaxis(values, -1, axis), jnp.moveaxis(scales, -1, axis)
+
+
+def _power_of_2(exponent: jax.Array) -> jax.Array:
+    """2**exponent, of -126 to 127."""
+    return jax.lax.bitcast_convert_type(exponent + 127 << 23, jnp.float32)
 
 
 def unpack(values: jax.Array, scales: jax.Array, dtype: DTypeLike) -> jax.Array:

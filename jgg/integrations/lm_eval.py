@@ -48,8 +48,8 @@ class JggLM(TemplateLM):
       pretrained: the folder with config.json, safetensors files and tokenizer.json, or a model's name on the Hub.
       adapter: a folder with a LoRA adapter, for `jgg.models.load_adapter`.
       model: a model that is loaded already; `adapter` then only tells which tokens end a text.
-      experts: "bfloat16", in the dtype of the computation; "as-stored", quantized where the folder has them so; or
-        "fp8", quantized and multiplied in FP8.
+      experts: "bfloat16", in the dtype of the computation; "as-stored", quantized where the folder has them so;
+        "fp8", quantized and multiplied in FP8; or "mxfp4", quantized to 4 bits.
       dtype: dtype of the computation.
       batch_size: sequences of a batch; "auto" for as many as have 16,384 tokens. With a sharding it is rounded up to a
         multiple of the devices that split sequences.

@@ -1,4 +1,4 @@
-"""FP8 with block scales: functions that quantize tokens and weights, and `Fp8`, the recipe for training."""
+"""FP8 and MXFP4: functions that quantize tokens and weights, and `Fp8`, the recipe for training in FP8."""
 
 import dataclasses
 
@@ -9,6 +9,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_dtype, as_flag, check, check_instance, check_rank
 from jgg.core.gpu_target import current_target
+from jgg.core.mxfp4 import GROUP, pack
 from jgg.core.quantized import (
     BLOCK,
     DTYPES,
@@ -63,6 +64,31 @@ def quantize_weights(
     straight = _quantized_matrices("w", w, _format(dtype, power_of_2_scales), transposes=False).forms.straight
     assert straight is not None
     return straight
+
+
+def quantize_mxfp4(w: ArrayLike) -> QuantizedArray:
+    """Quantizes matrices to MXFP4: 4 bits a number, and 8 bits for 32 rows of a column, as gpt-oss's experts have.
+
+    A number becomes the nearest one of its scale, of two equally near ones the even one. A scale is the power of two
+    with the least squared error. 32 numbers with a NaN or an infinity become NaN. Numbers that are in MXFP4 already do
+    not change. Gradients do not flow through.
+
+    Source: OCP Microscaling Formats (MX) Specification 1.0, which takes the largest scale of the three looked at here
+    that does not exceed the largest number.
+
+    Args:
+      w: float [E, rows, columns], with a multiple of 32 rows. In layers with `w_layout="ekn"` rows are the features
+        that a product sums over.
+
+    Returns: a QuantizedArray of values uint8 [E, rows / 2, columns] and scales uint8 [E, rows / 32, columns].
+
+    Raises:
+      ValueError: w has another rank or number of rows.
+      TypeError: w is not a float array.
+    """
+    w = _checked("w", w, "[E, K, N]")
+    check(w.shape[1] % GROUP == 0, f"w must have a multiple of {GROUP} rows, got {list(w.shape)}.")
+    return QuantizedArray(*pack(w, -2))
 
 
 def _checked(name: str, array: object, expected: str) -> jax.Array:

@@ -15,7 +15,8 @@ from flax import nnx
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import as_flag, check, check_instance
-from jgg.core.choices import EXPERTS, OF_EXPERTS, TARGETS
+from jgg.core.choices import EXPERTS, MXFP4, OF_EXPERTS, TARGETS
+from jgg.core.mxfp4 import GROUP
 from jgg.core.quantized import QuantizedArray, WeightForms
 from jgg.core.terminal import rich_console
 from jgg.experts.sharding import MoESharding
@@ -24,7 +25,7 @@ from jgg.hf.family import FREQUENCIES, Family
 from jgg.hf.files import DTYPES, Header, check_names, errors_with
 from jgg.hf.hub import folder_of
 from jgg.hf.quantized import QuantizedTensors, quantization
-from jgg.linear.fp8 import Fp8, quantize_weights
+from jgg.linear.fp8 import Fp8, quantize_mxfp4, quantize_weights
 from jgg.linear.lora import adapter_init, target_of
 from jgg.models.config import ModelConfig, model_config
 from jgg.models.decoder import Decoder
@@ -36,7 +37,7 @@ from jgg.nnx import Frozen
 type Param = jax.Array | QuantizedArray | WeightForms
 
 # what `experts` of `load` is by the names that commands have
-EXPERTS_BY_NAME: dict[str, str | Fp8] = dict(zip(EXPERTS, ("dense", "as stored", Fp8()), strict=True))
+EXPERTS_BY_NAME: dict[str, str | Fp8] = dict(zip(EXPERTS, ("dense", "as stored", Fp8(), MXFP4), strict=True))
 
 
 def load(
@@ -77,8 +78,8 @@ def load(
       param_dtype: dtype of the matrices, by default `dtype`. Routers, norms and other vectors that are stored in a
         wider dtype keep it; a router's selection bias is at least float32.
       experts: "dense": in param_dtype, even if the folder has them quantized. "as stored": quantized if they are
-        quantized in the folder. A `jgg.Fp8`: quantized while loading, and multiplied in FP8. Quantized experts are
-        `jgg.nnx.Frozen`.
+        quantized in the folder. A `jgg.Fp8`: quantized while loading, and multiplied in FP8. "mxfp4": quantized by
+        `jgg.quantize_mxfp4` while loading, and multiplied in `dtype`. Quantized experts are `jgg.nnx.Frozen`.
       remat, unroll, lora_rank, lora_alpha, lora_targets, lora_param_dtype, implementation, batch_invariant, sharding:
         as in `jgg.models.Decoder`.
       rngs: random number generators for new LoRA adapters, by default `nnx.Rngs(0)`.
@@ -88,15 +89,20 @@ def load(
       FileNotFoundError: the folder, config.json or a file of tensors is missing, or the Hub has no such model.
       PermissionError, ConnectionError, ImportError: the model cannot be fetched, as `jgg.hf.download` says.
       ValueError: `jgg.models.model_config` does not accept config.json; a file is damaged or is a pipe, or the index
-        leads out of the folder; or a tensor is missing, is not expected, has a wrong shape or does not hold floats. The
+        leads out of the folder; experts is "mxfp4" and their sizes are no multiples of 32; or a tensor is missing, is
+        not expected, has a wrong shape or does not hold floats. The
         message names the file and the key or tensor.
     """
-    is_known = experts in ("dense", "as stored") if isinstance(experts, str) else isinstance(experts, Fp8)
-    check(is_known, f"experts must be 'dense', 'as stored' or a jgg.Fp8, got {experts!r}.")
+    is_known = experts in ("dense", "as stored", MXFP4) if isinstance(experts, str) else isinstance(experts, Fp8)
+    check(is_known, f"experts must be 'dense', 'as stored', 'mxfp4' or a jgg.Fp8, got {experts!r}.")
     folder = folder_of(folder)
     checkpoint, content = Checkpoint(folder), read_config(folder)
     with errors_with(checkpoint.path / "config.json"):
         config = model_config(content)
+    if experts == MXFP4:
+        for name in OF_EXPERTS:
+            rows = config.moe.shapes[name][-2]
+            check(rows % GROUP == 0, f"experts='mxfp4' needs a multiple of {GROUP} rows of {name}, got {rows}.")
     checkpoint = _with_own_names(checkpoint, config.family)
     config = _tied_as_stored(config, checkpoint)
     config = dataclasses.replace(config, name=_name_of(folder))
@@ -241,7 +247,10 @@ class _Reader:
         own, options = name.rpartition(".")[2], self.model.options
         if not isinstance(value, QuantizedArray):
             value = self._cast(own, value)
-            if isinstance(self.experts, Fp8) and own in OF_EXPERTS and value.ndim == 3:
+            is_of_experts = own in OF_EXPERTS and value.ndim == 3
+            if self.experts == MXFP4 and is_of_experts:
+                value = quantize_mxfp4(jnp.asarray(value))
+            if isinstance(self.experts, Fp8) and is_of_experts:
                 value = quantize_weights(jnp.asarray(value), power_of_2_scales=self.experts.power_of_2_scales)
                 if options.batch_invariant and options.sharding is None:  # all that `put_forms` would make of it
                     return WeightForms(None, value.mT)

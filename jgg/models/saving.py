@@ -33,7 +33,8 @@ def save(model: Decoder, folder: str | Path, *, max_shard_bytes: int = 5 * 10**9
     not loaded has no such files.
 
     A loaded model is written bit for bit, as long as its parameters have the dtypes of the files. FP8 experts are
-    written in blocks of 128 x 128 with float32 scales, as in DeepSeek-V3; everything else is dense. A new folder
+    written in blocks of 128 x 128 with float32 scales, as in DeepSeek-V3, and MXFP4 ones as gpt-oss's folder has them;
+    everything else is dense, also other models' experts in MXFP4, whose numbers bfloat16 has exactly. A new folder
     appears only once it is complete. An existing empty folder, such as a mount point, gets the files once all are
     written, config.json last. If something else has appeared in the folder by then, the model goes into folder-2, or
     the next free name, next to it, and a warning says where.
@@ -113,7 +114,9 @@ def _write_folder(model: Decoder, config: dict[str, Any], folder: Path, limit: i
 def _config(model: Decoder) -> dict[str, object]:
     """The content of config.json: the model's config, with its dtype and the format of its experts.
 
-    Raises: ValueError: the experts are quantized, but neither in blocks of FP8 nor as their folder in MXFP4.
+    Experts in MXFP4 are written so if they were read so, else dense, as only gpt-oss's are read in it by others.
+
+    Raises: ValueError: the experts are quantized, but neither in blocks of FP8 nor in MXFP4.
     """
     config = model.config.hf
     parts = [part for part in (config, config.get("text_config")) if isinstance(part, dict)]
@@ -122,15 +125,16 @@ def _config(model: Decoder) -> dict[str, object]:
     for part, key in keys:
         part[key] = model.w_embedding.dtype.name
     formats: list[Any] = [part.pop("quantization_config", None) or {} for part in parts]
-    blocks = {name: block_of(value, name) for stack in stacks(model) for name, value in _quantized(stack).items()}
+    quantized = [item for stack in stacks(model) for item in _quantized(stack).items()]
+    how: dict[str, Any] = next(filter(None, formats), {})
+    if quantized and how.get("quant_method") == "mxfp4" and model.options.quantization is None:
+        return config | {"quantization_config": how}
+    blocks = {name: block_of(value, name) for name, value in quantized if not value.is_packed}
     if not blocks:
         return config
-    how: dict[str, Any] = next(filter(None, formats), {})
-    if how.get("quant_method") == "mxfp4" and model.options.quantization is None:
-        return config | {"quantization_config": how}
     check(
         set(blocks.values()) == {(BLOCK, BLOCK)},
-        f"{', '.join(blocks)} must have blocks of {BLOCK} rows and columns, or be of a folder in MXFP4, to be saved, "
+        f"{', '.join(blocks)} must have blocks of {BLOCK} rows and columns, or be in MXFP4, to be saved, "
         f"got blocks of {', '.join(map(str, blocks.values()))}: load the model with experts='dense'.",
     )
     return config | {
@@ -180,10 +184,12 @@ def _tensors(model: Decoder, config: dict[str, object]) -> Iterator[tuple[str, n
         yield from tensor.parts("", on_host(getattr(model, name)[...]))
     for stack in stacks(model):
         for index, number in enumerate(stack.plan.numbers):
-            values = {
-                name: jax.tree.map(lambda whole, index=index: on_host(whole[index]), _value(variable))
-                for name, variable in stack.variables.items()
-            }
+            values = {}
+            for name, variable in stack.variables.items():
+                value = jax.tree.map(lambda whole, index=index: whole[index], _value(variable))
+                if isinstance(value, QuantizedArray) and "quantization_config" not in config:
+                    value = value.dequantize(model.w_embedding.dtype)
+                values[name] = jax.tree.map(on_host, value)
             for name, tensor in stack.tensors.items():
                 yield from tensor.parts(stack.family.layer_name(number), values[name])
             experts = {name.removeprefix("moe."): value for name, value in values.items() if name.startswith("moe.")}

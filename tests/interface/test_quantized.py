@@ -1,4 +1,4 @@
-"""FP8 with a scale for each block: quantized, dequantized, and multiplied as what it dequantizes to."""
+"""FP8 with a scale for each block, and MXFP4: quantized, dequantized, and multiplied as what it dequantizes to."""
 
 import itertools
 from typing import NamedTuple
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import jgg
+from jgg.core.mxfp4 import MAGNITUDES
 from tests.support.passes import forward_and_backward
 
 DTYPES = {"float8_e4m3fn": (448, 4, 9), "float8_e5m2": (57344, 3, 16)}  # the largest, and -log2 of the errors
@@ -251,3 +252,44 @@ def test_qwix_arrays_that_it_cannot_be():
         jgg.QuantizedArray.from_qwix(QArray(values.astype(jnp.int8), scale))
     with pytest.raises(ValueError, match=r"array must be symmetric, without a zero_point, got one"):
         jgg.QuantizedArray.from_qwix(QArray(values, scale, scale))
+
+
+def best_of_every_scale(groups):
+    """The least sum of squared errors of groups of 32 numbers, in float64."""
+    bounds = np.array([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0])
+    least = np.full(groups.shape[:-1], np.inf)
+    for exponent in range(-127, 126):
+        scaled = np.abs(groups) / 2.0**exponent
+        rounded = np.take(MAGNITUDES, np.searchsorted(bounds, scaled))
+        least = np.minimum(least, np.sum((scaled - rounded) ** 2, axis=-1) * 4.0**exponent)
+    return least
+
+
+@pytest.mark.parametrize("scale", [1e-30, 0.02, 1e37])
+def test_mxfp4_has_the_least_error_of_every_scale(scale):
+    draw = np.random.default_rng(0)
+    w = (scale * draw.standard_normal((3, 64, 40)) * np.exp(draw.standard_normal((3, 64, 40)) / 2)).astype(np.float32)
+    got = jgg.quantize_mxfp4(w)
+    assert (got.values.shape, got.scales.shape) == ((3, 32, 40), (3, 2, 40))
+    back = np.asarray(got.dequantize(jnp.float32))
+    exact, of_groups = w.astype(np.float64), (3, 2, 32, 40)
+    errors = np.sum((back - exact).reshape(of_groups) ** 2, axis=2)
+    np.testing.assert_allclose(errors, best_of_every_scale(exact.reshape(of_groups).swapaxes(2, 3)), 1e-5)
+    np.testing.assert_array_equal(jgg.quantize_mxfp4(back).dequantize(jnp.float32), back)
+
+
+def test_mxfp4_rounds_halves_to_even_and_makes_a_group_with_a_nan_nan():
+    halves = np.array([6, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0], np.float32)
+    w = np.stack([np.concatenate([halves, -halves, 0 * halves, 0 * halves])] * 3, axis=1)
+    w[9, 1], w[3, 2] = np.nan, np.inf
+    got = np.asarray(jgg.quantize_mxfp4(w[None]).dequantize(jnp.float32))[0]
+    even = np.array([6, 0, 1, 1, 2, 2, 4, 4])
+    np.testing.assert_array_equal(got[:, 0], [*even, *-even, *[0] * 16])
+    assert np.isnan(got[:, 1:]).all()
+
+
+def test_mxfp4_refuses_what_has_no_whole_groups():
+    with pytest.raises(ValueError, match=r"w must have a multiple of 32 rows, got \[1, 40, 2\]"):
+        jgg.quantize_mxfp4(jnp.zeros((1, 40, 2)))
+    with pytest.raises(ValueError, match=r"w must be \[E, K, N\], 3-dimensional, got"):
+        jgg.quantize_mxfp4(jnp.zeros((32, 2)))

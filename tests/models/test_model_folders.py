@@ -242,7 +242,7 @@ def test_host_memory_holds_one_parameter_of_a_layer_at_a_time(tmp_path):
 
 
 WRONG_ARGUMENTS = {
-    "experts must be 'dense', 'as stored' or a jgg.Fp8, got 'fp8'": (ValueError, {"experts": "fp8"}),
+    "experts must be 'dense', 'as stored', 'mxfp4' or a jgg.Fp8, got 'fp8'": (ValueError, {"experts": "fp8"}),
     "dtype must be one of float32, float16, bfloat16, got float64": (TypeError, {"dtype": "float64"}),
     "param_dtype must be one of float32, float16, bfloat16, got float8_e4m3fn": (
         TypeError,

@@ -37,8 +37,8 @@ class Model(Options):
 class Experts(Model):
     """How experts are loaded, by the names of `jgg.models.loading.EXPERTS_BY_NAME`."""
 
-    experts: str = _model("as-stored: experts in MXFP4 or FP8 stay so; fp8: they are quantized and multiplied so",
-        default="bfloat16", choices=EXPERTS)
+    experts: str = _model("as-stored: experts in MXFP4 or FP8 stay so; fp8: they are quantized and multiplied so;"
+        " mxfp4: they are quantized to 4 bits", default="bfloat16", choices=EXPERTS)
 
 
 @dataclasses.dataclass(kw_only=True)
