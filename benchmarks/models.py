@@ -40,6 +40,7 @@ from benchmarks.model_roofline import (
 from jgg.cli import run as run_command
 from jgg.cli.arguments import new_file
 from jgg.cli.console import number, print_table
+from jgg.core.choices import REMAT
 from jgg.core.quantized import QuantizedArray, WeightForms
 from jgg.models.placement import place
 from jgg.nnx import Frozen
@@ -250,7 +251,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--remat",
-        choices=("none", "attention", "names", "all"),
+        choices=REMAT,
         default="attention",
         help="as in Decoder (default: %(default)s)",
     )

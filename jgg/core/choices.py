@@ -11,7 +11,7 @@ FP8 = "fp8"
 
 FSDP_SPLITS = "experts", "features"
 EXCHANGES = "all_gather", "ragged_all_to_all"
-REMAT = "none", "attention", "names", "all"
+REMAT = "none", "attention", "names", "all", "offload"
 REWARD_SCALES = "group", "batch", "none"
 AGGREGATIONS = "token", "sequence", "constant"  # of the losses of tokens
 IMPORTANCES = "token", "sequence"

@@ -49,7 +49,8 @@ class Decoder(DecoderStacks):
         sum of x and attention. "attention": the same without x, which is recomputed from the sum, plus the products
         that give queries, keys and values, the output of attention before its last product, and one float32 per head
         and token, so that a GPU need not attend again. Recurrent layers keep the output of their rule and the states
-        before its chunks. "all": each layer keeps only its input x.
+        before its chunks. "all": each layer keeps only its input x. "offload": the same, but in pinned memory of the
+        host, to which x is copied while the next layers compute.
       unroll: how many layers one iteration of the scan computes, as in `jax.lax.scan`. With more, the model takes
         longer to compile and may run faster.
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8.

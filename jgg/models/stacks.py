@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 
 from jgg.core.mixers import RotaryConfig
 from jgg.models.attention import Place
@@ -20,6 +21,8 @@ from jgg.models.placement import gathered, gathers, split, split_batch
 from jgg.models.rotary import Rotation, rotations
 from jgg.models.sandwich import SandwichLayer
 from jgg.models.stack_plan import StackPlan
+
+_INPUT = "jgg_layer_input"  # the name of what a layer takes, for the policy that keeps it on the host
 
 LAYOUTS: dict[str, type[Layer]] = {"plain": Layer, "sandwich": SandwichLayer}
 
@@ -95,6 +98,8 @@ class Stack:
           index: int32 [], the layer's place in the stack.
           is_local, topk_indices: the layer's own.
         """
+        if self.options.remat == "offload":
+            x = checkpoint_name(x, _INPUT)
         if self.stride > 1:
             own = jax.tree.map(functools.partial(_taken, self.offset, index), own, self.state)
         layer = nnx.merge(self.graphdef, gathered(own, self.options.sharding, self.options.dtype))
@@ -270,6 +275,13 @@ def _rematerialized(stack: Stack, own: State, is_loop: bool) -> Callable[..., tu
     if options.remat == "none" and is_sliced and _has_float8(own):
         options = dataclasses.replace(options, remat="attention")
     policy = jax.checkpoint_policies.save_only_these_names(*saved_names(options))
+    if options.remat == "offload":
+        policy = jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=(),
+            names_which_can_be_offloaded=(_INPUT,),
+            offload_src="device",
+            offload_dst="pinned_host",
+        )
     if options.remat == "none":
         is_gathered = gathers(options.sharding)
         if not is_sliced and not is_gathered:

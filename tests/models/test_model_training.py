@@ -1,6 +1,7 @@
 """Whole models learn as those of transformers do, with every option of training."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -107,6 +108,23 @@ def test_rematerialization_keeps_less():
         return sum(leaf.size for leaf in jax.tree.leaves(pull_back))
 
     assert kept("all") < kept("names") < kept("attention") < kept("none")
+
+
+def gradients_of_adapters(graphdef, tokens, own, rest):
+    return jax.grad(lambda own: loss_of(nnx.merge(graphdef, own, rest), tokens))(own)
+
+
+def test_what_a_layer_takes_is_kept_on_the_host():
+    """With the gradients of remat="all", bit for bit."""
+    tokens, programs = reference("qwen3_moe")["tokens"], {}
+    for remat in ("all", "offload"):
+        graphdef, *states = nnx.split(loaded("qwen3_moe", remat=remat, lora_rank=2), nnx.LoRAParam, ...)
+        compute = functools.partial(gradients_of_adapters, graphdef, tokens)
+        programs[remat] = jax.jit(compute).trace(*states)
+    jax.tree.map(np.testing.assert_array_equal, *(own.lower().compile()(*states) for own in programs.values()))
+    batch, length = tokens.shape
+    kept = {remat: re.findall(r"f32<host>\[([\d,]+)\] = scan", str(own.jaxpr)) for remat, own in programs.items()}
+    assert kept == {"all": [], "offload": [f"2,{batch},{length - 1},32"]}
 
 
 @pytest.mark.sweep

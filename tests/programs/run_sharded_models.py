@@ -72,7 +72,7 @@ CASES = {
         {"fsdp": "a", "expert": "b", "data": "c"},
         {"remat": "attention", "batch_invariant": True},
     ),
-    "experts beside a dense MLP, fsdp, expert": ("gemma4_text", {"fsdp": "a", "expert": "b"}, {"remat": "names"}),
+    "experts beside a dense MLP, fsdp, expert": ("gemma4_text", {"fsdp": "a", "expert": "b"}, {"remat": "offload"}),
     "each device its own sequences, experts beside a dense MLP": (
         "gemma4_text",
         {"fsdp": "a", "expert": "b", "data": "c"},
