@@ -176,10 +176,14 @@ def tile_schedule(bounds: GroupBounds, num_rows: int, block_rows: int) -> TileSc
 
 
 def schedule_of_one_group(num_rows: int, block_rows: int) -> TileSchedule:
-    """The `tile_schedule` of one group that has all rows: constants, where XLA would compute them in each step."""
+    """The `tile_schedule` of one group that has all rows: constants, where XLA would compute them in each step.
+
+    Two entries that no tile has are at the end: XLA launches kernels for constants that are all alike or evenly spaced.
+    """
     start = np.arange(0, num_rows, block_rows, dtype=np.int32)
-    end, tiles_through = np.full_like(start, num_rows), np.array([len(start)], np.int32)
-    return TileSchedule(*map(jnp.asarray, (np.zeros_like(start), start, end, tiles_through)))
+    entries = (np.zeros_like(start), start, np.full_like(start, num_rows))
+    padded = (np.append(each, np.full(2, -1, np.int32)) for each in entries)
+    return TileSchedule(*map(jnp.asarray, (*padded, np.array([len(start)], np.int32))))
 
 
 def group_of_rows(bounds: GroupBounds, num_rows: int) -> jax.Array:

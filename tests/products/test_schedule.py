@@ -164,7 +164,7 @@ def test_the_schedule_of_one_group_is_its_tile_schedule(num_rows, block_rows):
     np.testing.assert_array_equal(schedule.tiles_through, expected.tiles_through)
     for array, wanted in zip(schedule[:3], expected[:3], strict=True):
         assert array.dtype == jnp.int32
-        np.testing.assert_array_equal(array, wanted[:count])
+        np.testing.assert_array_equal(array[:count], wanted[:count])
 
 
 def test_tile_schedule_of_random_sizes():

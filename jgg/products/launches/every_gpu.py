@@ -139,9 +139,13 @@ def _launch_of_rows(
     block_rows, block_columns, step = config.tile(problem.w_layout)
     _, columns, reduced = config.sizes(problem)
     if problem.is_dense:
-        schedule = schedule_of_one_group(problem.num_rows, block_rows)
+        schedule, row_tiles = (
+            schedule_of_one_group(problem.num_rows, block_rows),
+            math.ceil(problem.num_rows / block_rows),
+        )
     else:
         schedule = tile_schedule(product.bounds, problem.num_rows, block_rows)
+        row_tiles = len(schedule.group)
     w_step = step // 2 if isinstance(product.w, QuantizedArray) and product.w.is_packed else step
     w_block = (block_columns, w_step) if product.reduced_is_minor else (w_step, block_columns)
     return Launch(
@@ -176,7 +180,7 @@ def _launch_of_rows(
             "BLOCK_COLUMNS": block_columns,
             **constants,
         },
-        **launch_options(target, problem, config, len(schedule.group) * math.ceil(columns / block_columns)),
+        **launch_options(target, problem, config, row_tiles * math.ceil(columns / block_columns)),
     )
 
 
