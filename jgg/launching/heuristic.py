@@ -115,6 +115,11 @@ def _has_few_tiles(problem: GroupedGemmProblem) -> bool:
     return problem.is_dense and not problem.is_symbolic and _num_tiles(problem, 64) <= _TILES_AT_ONCE
 
 
+def _row_tiles(problem: GroupedGemmProblem, rows: int) -> int:
+    """How many tiles of so many rows an even distribution of the rows over the groups makes."""
+    return problem.num_experts * math.ceil(problem.rows_of_groups / problem.num_experts / rows)
+
+
 def _num_tiles(problem: GroupedGemmProblem, size: int) -> int:
     return math.ceil(problem.num_rows / size) * math.ceil(problem.out_features / size)
 
@@ -154,6 +159,7 @@ def plain_config(kind: type[KernelConfig], problem: GroupedGemmProblem, target: 
       columns.
     - With few columns, most of the time goes into loading rows. More programs with smaller tiles keep more loads in
       flight, and rows are gathered while they are loaded, since a copy would read and write all of them once more.
+      With few rows too, there are few tiles: they have few rows, and nearly all that a tile reads is in flight at once.
     - Few rows times one matrix get tiles of few columns, so that all multiprocessors read the matrix, and long steps.
     - IEEE float32 has no tensor cores: each thread holds operands in registers, so tiles and steps are small.
     - Where shared memory is too small for this, for example with float32 results of wide tiles, tiles are narrower.
@@ -264,6 +270,14 @@ def _choose_slim(
 ) -> KernelConfig:
     """A configuration of the forward or the dX kernel for few columns: tiles so small that several share an SM."""
     columns, is_permuted = power_of_2(num_columns), problem.permute_x or problem.permute_y
+    if kind is KernelConfigForward and not problem.is_symbolic:
+        rows = min(rows, 64)
+        if _row_tiles(problem, rows) <= target.num_sms:
+            while rows > 16 and _row_tiles(problem, rows) < target.num_sms:
+                rows //= 2
+            # w's rows are so short that TMA would load a few bytes at a time
+            options = {"num_warps": 4, "num_stages": 5, "programs_per_sm": 2, "use_tma_load_w": False}
+            return kind.of_tile(Tile(rows, columns, 256), problem.w_layout, **options, **fusing)
     few = columns <= 32 or not is_permuted
     return kind.of_tile(
         Tile(min(rows, 64 if few else 128), columns, 128 if few else 64),
