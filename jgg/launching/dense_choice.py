@@ -14,6 +14,7 @@ from jgg.core.gpu_target import Target
 from jgg.core.problem import GroupedGemmProblem
 
 _FILE = "dense_products.json"
+_ROWS_OF_DECODING = 256  # so few are hardly trained with; where there is LoRA, XLA then has two products more to launch
 
 
 class Measured(NamedTuple):
@@ -52,6 +53,8 @@ def is_faster_by_kernels(problem: GroupedGemmProblem, target: Target, has_term: 
         for entry in _table()
         if entry.compute_capability == target.compute_capability and entry.has_term in (None, has_term)
     ]
+    if has_term and problem.num_rows <= _ROWS_OF_DECODING:
+        near = [entry for entry in near if entry.has_term is None] or near
     if not near:
         return False
     nearest = min(near, key=lambda entry: entry.distance(problem))

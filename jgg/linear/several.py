@@ -2,9 +2,10 @@
 
 The rows x @ a of all layers are one product, and so are the gradients of all a. The gradient of x is one product too:
 the dy of all layers follow one another along the reduced axis, since a sum of separate products would be read and
-written once per layer. Three layers with few rows and without LoRA, as in decoding, are one kernel.
+written once per layer. Three layers with few rows, as in decoding, are one kernel, which adds their terms too.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Sequence
@@ -18,10 +19,11 @@ from jgg.core.matrix import Factors, Matrix
 from jgg.linear import layer
 from jgg.linear.dense import dense, dense_layer, dense_operands
 from jgg.linear.linear import Linear, Routes
+from jgg.primitives.barrier import barrier
 from jgg.products.dbias import DBIAS, Dbias
 from jgg.products.dx import DX, Dx
 from jgg.products.low_rank import LowRankTerm
-from jgg.products.project_few import MOST_ROWS, PROJECT_FEW, Projected, ProjectFew
+from jgg.products.project_few import MOST_ROWS, MOST_ROWS_WITH_TERMS, PROJECT_FEW, Projected, ProjectFew
 
 Layers = tuple[Linear, ...]
 _COLUMNS = 16
@@ -65,7 +67,11 @@ def dense_several(
     if _are_few(layers, matrices, biases):
         operands = ProjectFew(x.reshape(-1, x.shape[-1]), *(matrix.dense for matrix in matrices), *biases)
         return tuple(y.reshape(*x.shape[:-1], y.shape[-1]) for y in _few(layers, alike(operands)))
-    if any(own.is_plain for own in layers) or any(matrix.factors is None for matrix in matrices):
+    if any(matrix.factors is None for matrix in matrices):
+        return tuple(dense(x, matrix, bias, **how) for matrix, bias in pairs)
+    if _are_few_with_terms(layers, matrices, biases):
+        layers = tuple(dataclasses.replace(own, how=layers[0].how) for own in layers)
+    if any(own.is_plain for own in layers):
         return tuple(dense(x, matrix, bias, **how) for matrix, bias in pairs)
     each = [dense_operands(own, x, *pair) for own, pair in zip(layers, pairs, strict=True)]
     rows, own_matrices, routes, own_biases = zip(*each, strict=True)
@@ -76,12 +82,22 @@ def dense_several(
 def _are_few(layers: Layers, matrices: Sequence[Matrix], biases: Sequence[jax.Array | None]) -> bool:
     """Whether PROJECT_FEW takes the layers, and kernels would also compute the first one alone."""
     problem = layers[0].problem
-    are_dense = all(
-        matrix.factors is None and matrix.dense is not None and matrix.dense.dtype == problem.dtype
-        for matrix in matrices
-    )
+    has_three = _are_three(layers, matrices, biases) and 0 < problem.num_rows <= MOST_ROWS
+    return has_three and all(own.factors is None and own.dense.dtype == problem.dtype for own in matrices)
+
+
+def _are_few_with_terms(layers: Layers, matrices: Sequence[Matrix], biases: Sequence[jax.Array | None]) -> bool:
+    """The same of layers that all have LoRA; in float32 a term takes more registers than there are."""
+    problem = layers[0].problem
+    is_few = problem.dtype.itemsize == 2 and 0 < problem.num_rows <= MOST_ROWS_WITH_TERMS
+    return is_few and _are_three(layers, matrices, biases)
+
+
+def _are_three(layers: Layers, matrices: Sequence[Matrix], biases: Sequence[jax.Array | None]) -> bool:
+    """Whether there are three dense matrices, all with biases or all without, and kernels compute the first layer."""
     have_same = len({bias is None for bias in biases}) == 1
-    return len(layers) == 3 and have_same and are_dense and not layers[0].is_plain and 0 < problem.num_rows <= MOST_ROWS
+    are_dense = all(matrix.dense is not None for matrix in matrices)
+    return len(layers) == 3 and have_same and are_dense and not layers[0].is_plain
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -96,7 +112,7 @@ def _few_forward(layers: Layers, operands: ProjectFew) -> tuple[Projected, Proje
 def _few_backward(layers: Layers, operands: ProjectFew, gradients: Projected) -> tuple[ProjectFew]:
     def one_by_one(operands: ProjectFew) -> Projected:
         x, *arrays = operands
-        pairs = zip(arrays[:3], arrays[3:], strict=True)
+        pairs = zip(arrays[:3], arrays[3:6], strict=True)
         return Projected(*(dense(x, Matrix(dense=w), bias, implementation="xla") for w, bias in pairs))
 
     return jax.vjp(one_by_one, operands)[1](gradients)
@@ -121,6 +137,10 @@ def _forward(layers: Layers, operands: Operands) -> tuple[tuple[jax.Array, ...],
     x, matrices, biases, routes = operands
     matrices = tuple(layer.prepared(own, matrix, keeps=True) for own, matrix in zip(layers, matrices, strict=True))
     rows = layer.rows_of_a(layers[0], x, _joined_a(matrices), routes)
+    if _are_few_with_terms(layers, matrices, biases):
+        low: list[Any] = [rows, *(factors.b.astype(rows.dtype) for factors in _factors(matrices))]
+        few = ProjectFew(x, *(own.dense for own in matrices), *biases, *low)
+        return tuple(PROJECT_FEW(layers[0].how, few)), _Residuals(operands._replace(matrices=matrices), barrier(rows))
     results = (
         layer.forward(own, x, matrix, routes, bias, rows)
         for own, matrix, bias in zip(layers, _with_joined(matrices), biases, strict=True)

@@ -13,7 +13,7 @@ from jgg.core.matrix import Factors, Matrix
 from jgg.launching.choice import How
 from jgg.linear.dense import dense
 from jgg.linear.several import dense_several
-from jgg.products.project_few import MOST_ROWS, PROJECT_FEW, ProjectFew
+from jgg.products.project_few import MOST_ROWS, MOST_ROWS_WITH_TERMS, PROJECT_FEW, ProjectFew
 from tests.linear.test_dense import assert_same, expected
 from tests.support.closeness import float64
 from tests.support.marks import KERNELS
@@ -67,20 +67,64 @@ def test_values_and_gradients(ranks, implementation):
 
 
 @KERNELS
-@pytest.mark.parametrize(("num_rows", "dtype"), [(1, "float16"), (MOST_ROWS, "float32")])
-def test_few_rows_by_one_kernel(num_rows, dtype, implementation):
-    x, matrices, biases, _ = jax.tree.map(
-        lambda array: array.astype(dtype), make((num_rows,), (None,) * 3, has_biases=True)
-    )
+@pytest.mark.parametrize(
+    ("num_rows", "dtype", "ranks"),
+    [
+        (1, "float16", (None,) * 3),
+        (MOST_ROWS, "float32", (None,) * 3),
+        (3, "float16", RANKS),
+        (MOST_ROWS_WITH_TERMS - 7, "float16", (30, 8, 30)),  # two tiles of rows, and two steps of the terms
+    ],
+)
+def test_few_rows_by_one_kernel(num_rows, dtype, ranks, implementation):
+    x, matrices, biases, _ = jax.tree.map(lambda array: array.astype(dtype), make((num_rows,), ranks, has_biases=True))
     operands = ProjectFew(x, *(matrix.dense for matrix in matrices), *biases)
+    has_terms = ranks[0] is not None
+    if has_terms:
+        rows = jnp.asarray(np.random.default_rng(1).standard_normal((num_rows, sum(ranks))), dtype)
+        operands = operands._replace(low_rows=rows, **_terms(matrices))
     how = How(implementation, current_target())
     got = jax.jit(functools.partial(PROJECT_FEW, how))(operands)
-    for y, matrix, bias in zip(got, matrices, biases, strict=True):
+    ends = np.cumsum(ranks) if has_terms else [0] * 3
+    for y, matrix, bias, end in zip(got, matrices, biases, ends, strict=True):
         want = float64(x) @ float64(matrix.dense) + (0 if bias is None else float64(bias))
+        if has_terms:
+            b = float64(matrix.factors.b)
+            want += float64(operands.low_rows)[:, end - len(b) : end] @ b
         np.testing.assert_allclose(float64(y), want, rtol=1e-5 if dtype == "float32" else 1e-2, atol=1e-4)
-    alone = jax.jit(functools.partial(PROJECT_FEW, how))(operands._replace(x=x[-1:]))
+    last = operands._replace(x=x[-1:], low_rows=operands.low_rows[-1:] if has_terms else None)
+    alone = jax.jit(functools.partial(PROJECT_FEW, how))(last)
     for y, own in zip(got, alone, strict=True):
         np.testing.assert_array_equal(own[0], y[-1])
+
+
+def _terms(matrices):
+    return {f"low_{name}": matrix.factors.b for name, matrix in zip("qkv", matrices, strict=True)}
+
+
+@KERNELS
+def test_few_rows_with_adapters(implementation):
+    arrays = jax.tree.map(lambda array: array.astype(jnp.float16), make(has_biases=True))
+    few = functools.partial(dense_several, implementation=implementation)
+    got = jax.jit(functools.partial(with_gradients, few))(*arrays)
+    with jax.default_matmul_precision("highest"):
+        want = with_gradients(each_alone, *jax.tree.map(lambda array: array.astype(jnp.float32), arrays))
+    assert_same(got, want, 2e-2)
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "kernels"),
+    [
+        (MOST_ROWS_WITH_TERMS, ["forward_kernel", "project_few_kernel"]),
+        (MOST_ROWS_WITH_TERMS + 1, ["forward_kernel"] * 4),
+    ],
+)
+def test_one_kernel_multiplies_few_rows_with_adapters(num_rows, kernels, launched):
+    x, matrices, biases, _ = jax.tree.map(lambda array: array.astype(jnp.bfloat16), make((num_rows,), has_biases=True))
+    with jgg.target(90, 132):
+        few = jax.jit(functools.partial(dense_several, implementation="triton"))
+        few.trace(x, matrices, biases).lower(lowering_platforms=("cuda",))
+    assert [kernel for kernel, _ in launched] == kernels
 
 
 @pytest.mark.interpret
