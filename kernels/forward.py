@@ -154,8 +154,12 @@ def add_low_rank(
     REDUCED_IS_MINOR: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
+    W_IS_LEFT: tl.constexpr = False,
 ):
-    """acc + low_rows[rows] @ low_matrices[group], float32; low_rows [any, RANK] are in expert order."""
+    """acc + low_rows[rows] @ low_matrices[group], float32; low_rows [any, RANK] are in expert order.
+
+    W_IS_LEFT says that `multiply_rows` left acc transposed in the registers, and so adds to it there.
+    """
     BLOCK_RANK: tl.constexpr = min(64, max(16, triton.next_power_of_2(RANK)))
     for k in tl.range(0, RANK, BLOCK_RANK):
         reduced = k + tl.arange(0, BLOCK_RANK)
@@ -164,7 +168,10 @@ def add_low_rank(
         matrix = load_weight(
             low_matrices, group, k, column, RANK, W_COLUMNS, REDUCED_IS_MINOR, False, BLOCK_RANK, BLOCK_COLUMNS
         )
-        acc = tl.dot(block, matrix, acc, input_precision=PRECISION)
+        if W_IS_LEFT:
+            acc = tl.dot(matrix.T, block.T, acc.T, input_precision=PRECISION).T
+        else:
+            acc = tl.dot(block, matrix, acc, input_precision=PRECISION)
     return acc
 
 
@@ -277,6 +284,7 @@ def forward_kernel(
                 REDUCED_IS_MINOR,
                 PRECISION,
                 BLOCK_COLUMNS,
+                W_IS_LEFT,
             )
         if bias is not None:
             columns = column + tl.arange(0, BLOCK_COLUMNS)
