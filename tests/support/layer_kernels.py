@@ -107,6 +107,8 @@ LAYERS = {
         (64, 2880, "bfloat16"),
         (3, 96, "float32"),
         (17, 100, "float16"),
+        (100, 100, "float16"),
+        (256, 2880, "bfloat16"),
     ),
     "activation": (  # those of one projection have the curves of the gated ones
         lower_activation,

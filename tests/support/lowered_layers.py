@@ -29,7 +29,7 @@ from jgg.models.operations.rotary import ROTARY, ROTARY_BACKWARD, Rotary, Rotary
 from jgg.products.activate import ACTIVATE, ACTIVATE_BACKWARD, Activate, ActivateBackward, Hidden
 from jgg.products.add_gated import ADD_GATED, AddGated
 from jgg.products.forward import FORWARD, Forward
-from jgg.products.project_few import PROJECT_FEW, ProjectFew
+from jgg.products.project_few import MOST_ROWS, PROJECT_FEW, ProjectFew
 from jgg.products.symmetric import SYMMETRIC, Symmetric
 from jgg.products.up import UP
 from tests.support.lowering import EXPERTS, arguments, lower
@@ -237,12 +237,17 @@ def lower_attend_latents(heads, rank, rest, dtype):
 
 
 def lower_project_few(rows, features, dtype):
-    """Queries, keys and values of few tokens, with biases and without."""
+    """Queries, keys and values of few tokens, with biases and without; of more tokens, with terms of low rank."""
     columns = 4096, 512, 512
     x = jax.ShapeDtypeStruct((rows, features), dtype)
     matrices = [jax.ShapeDtypeStruct((features, size), dtype) for size in columns]
     biases = [jax.ShapeDtypeStruct((size,), dtype) for size in columns] if rows > 1 else []
-    lower(kernels_of(PROJECT_FEW), ProjectFew(x, *matrices, *biases))
+    operands = ProjectFew(x, *matrices, *biases)
+    if rows > MOST_ROWS:
+        shapes = (rows, 48), *((16, size) for size in columns)
+        low = [jax.ShapeDtypeStruct(shape, dtype) for shape in shapes]
+        operands = operands._replace(**dict(zip(("low_rows", "low_q", "low_k", "low_v"), low, strict=True)))
+    lower(kernels_of(PROJECT_FEW), operands)
 
 
 def lower_symmetric(groups, size, reduced, dtype, out_dtype, precision=None, config=None):
