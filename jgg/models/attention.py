@@ -149,7 +149,8 @@ class Attention(nnx.Module):
         is_token = place.is_token(x.shape[1])
         if is_token is not None:
             k, v = (jnp.where(is_token[..., None, None], array, jnp.zeros((), array.dtype)) for array in (k, v))
-        if cache is not None and x.shape[1] == 1 and (place.lengths is None or cache.layout is None):
+        may_pad = place.lengths is not None and place.start is not None
+        if cache is not None and x.shape[1] == 1 and (cache.layout is None or not may_pad):
             attended, cache = self._attend_to_cache(q, k, v, place, cache)
         else:
             if cache is not None:

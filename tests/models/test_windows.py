@@ -9,7 +9,9 @@ import pytest
 
 import jgg.models
 from jgg.models import continuous, decoding
+from jgg.models.attention import Attention, Place
 from jgg.models.operations.cache_layout import CacheLayout
+from jgg.models.rotary import rotations
 from tests.support.models import loaded
 
 PROMPTS, LENGTHS = np.random.default_rng(1).integers(1, 60, (5, 97)), np.array([97, 3, 70, 65, 31])
@@ -96,3 +98,16 @@ def test_more_tokens_at_once_than_caches_are_for_are_refused():
     with pytest.raises(ValueError, match=message):
         jax.eval_shape(run, model.empty_caches(2, 1000, 1))
     jax.eval_shape(run, model.empty_caches(2, 1000, 62))
+
+
+def test_one_token_attends_to_the_cache_whether_or_not_lengths_are_given():
+    module = jax.tree.map(lambda stacked: stacked[0], loaded("mixtral").layers.attention)
+    config, own = module.config, module.own
+    rng, positions = np.random.default_rng(0), jnp.array([[79], [150]], jnp.int32)
+    cache = Attention.empty_cache(own, 1, 2, 200, jnp.float32, CacheLayout(200, 64, None))
+    cache = jax.tree.map(lambda array: jnp.asarray(rng.normal(size=array.shape), array.dtype), cache)
+    x = jnp.asarray(rng.normal(size=(2, 1, config.features)), jnp.float32)
+    place = Place(positions, rotations(own.rotary, positions), jnp.int32(0), own.window, None)
+    want, after = module(x, place, cache)
+    got = module(x, place._replace(lengths=positions[:, 0] + 1), cache)
+    jax.tree.map(np.testing.assert_array_equal, got, (want, after))
