@@ -139,10 +139,8 @@ def _launch_of_rows(
     block_rows, block_columns, step = config.tile(problem.w_layout)
     _, columns, reduced = config.sizes(problem)
     if problem.is_dense:
-        schedule, row_tiles = (
-            schedule_of_one_group(problem.num_rows, block_rows),
-            math.ceil(problem.num_rows / block_rows),
-        )
+        schedule = schedule_of_one_group(problem.num_rows, block_rows)
+        row_tiles = math.ceil(problem.num_rows / block_rows)
     else:
         schedule = tile_schedule(product.bounds, problem.num_rows, block_rows)
         row_tiles = len(schedule.group)
