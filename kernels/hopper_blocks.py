@@ -51,7 +51,7 @@ class Work:
       pieces: how many matrices of num_rows rows, stored one after the other, add up to the operand that HAS_PIECES
         names: "left", "right" (only without RAGGED_M) or "" for neither. A tile's steps run over one piece after the
         other.
-      LOW_STEPS: how many of a tile's steps, the last, are of a term of low rank.
+      LOW_STEPS: how many of a tile's steps are of a term of low rank: the last, or in FP8 the first.
       HALVES: 2 where half of a tile's columns are gate's and half are up's, each from column // 2 on; else 1.
     """
 

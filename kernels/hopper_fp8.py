@@ -132,11 +132,9 @@ def multiply_block(left, right, product):
 
 
 @gluon.jit
-def multiply_tile(ring, scales, product, steps, stage, phase, WARPGROUP: gl.constexpr):
-    """The two blocks of 128 columns of a half tile, float32, and the registers `product`, for the next tile."""
+def multiply_tile(ring, acc0, acc1, scales, product, steps, stage, phase, WARPGROUP: gl.constexpr):
+    """acc0 and acc1 plus the two blocks of 128 columns of a half tile; and the registers `product`, for the next."""
     row_scale, scale0, scale1 = scales.load(0)
-    acc0 = gl.zeros(product.shape, gl.float32, product.type.layout)
-    acc1 = acc0
     for step in range(steps):
         left = ring.left.index(2 * stage + WARPGROUP)
         mbarrier.wait(ring.full.index(stage), phase)
@@ -156,23 +154,28 @@ def multiply_tile(ring, scales, product, steps, stage, phase, WARPGROUP: gl.cons
 
 
 @gluon.jit
-def add_low_rank(ring, acc0, acc1, product, stage, phase, WARPGROUP: gl.constexpr, LOW_STEPS: gl.constexpr):
-    """What `multiply_tile` returns plus the term of low rank, whose matrices of 16 bits are in the ring."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16], [[1, 0]])
-    of_product: gl.constexpr = product.type.layout  # the same places in registers
+def multiply_low_rank(ring, stage, phase, of_product: gl.constexpr, WARPGROUP: gl.constexpr, LOW_STEPS: gl.constexpr):
+    """The term of low rank in the two blocks of 128 columns of a half tile, whose matrices of 16 bits are in the ring.
+
+    It comes first: after the other steps there are not enough registers for it. of_product is the results' layout.
+    """
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16], [[1, 0]])  # the same registers
+    acc0 = gl.zeros([TILE_ROWS, BLOCK], gl.float32, of_product)
+    acc1 = acc0
     for _ in range(LOW_STEPS):
         left = ring.left.index(2 * stage + WARPGROUP)
         mbarrier.wait(ring.full.index(stage), phase)
-        low_product = multiply_block(left, ring.right.index(2 * stage), gl.convert_layout(product, layout))
+        low_product = multiply_block(
+            left, ring.right.index(2 * stage), gl.zeros([TILE_ROWS, BLOCK], gl.float32, layout)
+        )
         low_product = warpgroup_mma_wait(0, deps=[low_product])
         acc0 += gl.convert_layout(low_product, of_product)
         low_product = multiply_block(left, ring.right.index(2 * stage + 1), low_product)
         low_product = warpgroup_mma_wait(0, deps=[low_product])
         ring.hand_back(stage)
-        product = gl.convert_layout(low_product, of_product)
-        acc1 += product
+        acc1 += gl.convert_layout(low_product, of_product)
         stage, phase = ring.next(stage, phase)
-    return acc0, acc1, product, stage, phase
+    return acc0, acc1, stage, phase
 
 
 @gluon.jit
@@ -209,14 +212,15 @@ def multiply_tiles(
         if first < last:
             column = tile.column
             scales = find_scales(work, left_scales, right_scales, group, rows, first_column + column, RIGHT_SCALES)
-            acc0, acc1, product, stage, phase = multiply_tile(
-                ring, scales, product, steps - work.LOW_STEPS, stage, phase, WARPGROUP
-            )
             if work.LOW_STEPS > 0:
                 low = as_matrices(blocks, low_left.dtype, low_left.dtype)
-                acc0, acc1, product, stage, phase = add_low_rank(
-                    low, acc0, acc1, product, stage, phase, WARPGROUP, work.LOW_STEPS
-                )
+                acc0, acc1, stage, phase = multiply_low_rank(low, stage, phase, layout, WARPGROUP, work.LOW_STEPS)
+            else:
+                acc0 = gl.zeros([TILE_ROWS, BLOCK], gl.float32, layout)
+                acc1 = acc0
+            acc0, acc1, product, stage, phase = multiply_tile(
+                ring, acc0, acc1, scales, product, steps - work.LOW_STEPS, stage, phase, WARPGROUP
+            )
             # here, because these loads take about as long as storing the tile does
             next_tile = work.at(index + gl.num_programs(0))
             next_group, next_rows = find_rows(work, next_tile, gather_indices, num_positions, WARPGROUP, TOPK, layout)
@@ -281,7 +285,7 @@ def hopper_fp8_kernel(
     a pointer where the kernel GATHERS. left_scales [num_rows, REDUCED / BLOCK] and right_scales [groups, RIGHT_SCALES,
     REDUCED / BLOCK], rounded up, are float32. hidden [num_rows, hidden features] and kept [num_rows, COLUMNS], the
     pre-activation or None, are FP8, with a scale for each BLOCK features of a row; scales of rows without a group are
-    not written. The last LOW_STEPS of a tile's steps multiply low_left and low_right, of 16 bits and without scales.
+    not written. The first LOW_STEPS of a tile's steps multiply low_left and low_right, of 16 bits and without scales.
     Others are as in `hopper_kernel`.
     """
     count = gl.load(tiles_through + num_groups - 1)

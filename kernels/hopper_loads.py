@@ -72,6 +72,46 @@ def as_blocks_of(descriptor, blocks, COUNT: gl.constexpr):
     return blocks.reinterpret(descriptor.dtype, shape, descriptor.layout)
 
 
+@gluon.constexpr_function
+def low_is_first(right, low_right):
+    """Whether a tile's steps begin with the term of low rank, as those in FP8 do: see hopper_fp8.py."""
+    return right.dtype != low_right.dtype
+
+
+@gluon.jit
+def load_low_rank(
+    work,
+    ring,
+    low_left,
+    low_right,
+    group,
+    column,
+    first,
+    second,
+    has_second,
+    is_shared,
+    stage,
+    phase,
+    begun,
+    RIGHT_IS_TRANSPOSED: gl.constexpr,
+):
+    """Loads the blocks of a tile's term of low rank."""
+    # the same bytes, as blocks of another dtype if left and right are in FP8
+    lefts = as_blocks_of(low_left, ring.left, 2 * ring.STAGES)
+    rights = as_blocks_of(low_right, ring.right, ring.STAGES)
+    for step in gl.static_range(work.LOW_STEPS):
+        reduced = step * low_left.block_type.shape[1]
+        full = ring.begin(stage, phase, low_left.nbytes_per_cta, low_right.nbytes_per_cta, has_second)
+        load_right(work, low_right, group, column, reduced, is_shared, full, rights.index(stage), RIGHT_IS_TRANSPOSED)
+        tma.async_load(low_left, [first, reduced], full, lefts.index(2 * stage))
+        tma.async_load(low_left, [second, reduced], full, lefts.index(2 * stage + 1), pred=has_second)
+        if work.GATHERS:
+            ring.announce_earlier(stage, begun)
+            begun += 1
+        stage, phase = ring.next(stage, phase)
+    return stage, phase, begun
+
+
 @gluon.jit
 def load_for_rows(
     work,
@@ -94,10 +134,7 @@ def load_for_rows(
     begun = 0
     if work.GATHERS:
         gather = make_gather(work, left, gather_indices, num_positions, TOPK)
-    if work.LOW_STEPS > 0:
-        # the same bytes, as blocks of another dtype if left and right are in FP8
-        low_lefts = as_blocks_of(low_left, ring.left, 2 * ring.STAGES)
-        low_rights = as_blocks_of(low_right, ring.right, ring.STAGES)
+    LOW_IS_FIRST: gl.constexpr = work.LOW_STEPS > 0 and low_is_first(right, low_right)
     for index in range(gl.program_id(0), work.num_places(), gl.num_programs(0)):
         tile = work.at(index)
         group = work.group(tile.item)
@@ -109,6 +146,24 @@ def load_for_rows(
         if work.GATHERS:
             sources = gather.sources(gather.load_indices(first, last, TILE_ROWS))
             second_sources = gather.sources(gather.load_indices(second, last, TILE_ROWS))
+        if LOW_IS_FIRST:
+            column = first_column + tile.column // work.HALVES
+            stage, phase, begun = load_low_rank(
+                work,
+                ring,
+                low_left,
+                low_right,
+                group,
+                column,
+                first,
+                second,
+                has_second,
+                is_shared,
+                stage,
+                phase,
+                begun,
+                RIGHT_IS_TRANSPOSED,
+            )
         for step in range(work.steps(tile) - work.LOW_STEPS):
             full = ring.begin(stage, phase, LEFT_BYTES, RIGHT_BYTES, has_second)
             right_block = ring.right.index(stage)
@@ -126,18 +181,24 @@ def load_for_rows(
                 tma.async_load(left, [first + left_piece, reduced], full, left_block)
                 tma.async_load(left, [second + left_piece, reduced], full, second_block, pred=has_second)
             stage, phase = ring.next(stage, phase)
-        for low_step in gl.static_range(work.LOW_STEPS):
-            reduced = low_step * low_left.block_type.shape[1]
-            full = ring.begin(stage, phase, low_left.nbytes_per_cta, RIGHT_BYTES, has_second)
-            right_block = low_rights.index(stage)
+        if work.LOW_STEPS > 0 and not LOW_IS_FIRST:
             column = first_column + tile.column // work.HALVES
-            load_right(work, low_right, group, column, reduced, is_shared, full, right_block, RIGHT_IS_TRANSPOSED)
-            tma.async_load(low_left, [first, reduced], full, low_lefts.index(2 * stage))
-            tma.async_load(low_left, [second, reduced], full, low_lefts.index(2 * stage + 1), pred=has_second)
-            if work.GATHERS:
-                ring.announce_earlier(stage, begun)
-                begun += 1
-            stage, phase = ring.next(stage, phase)
+            stage, phase, begun = load_low_rank(
+                work,
+                ring,
+                low_left,
+                low_right,
+                group,
+                column,
+                first,
+                second,
+                has_second,
+                is_shared,
+                stage,
+                phase,
+                begun,
+                RIGHT_IS_TRANSPOSED,
+            )
     if work.GATHERS:
         ring.announce_last(stage, begun)
 
