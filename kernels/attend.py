@@ -56,16 +56,40 @@ def no_keys(BLOCK_ROWS: tl.constexpr, BLOCK_FEATURES: tl.constexpr):
 
 
 @triton.jit
-def add_step(highest_logit, total, acc, logits, v_block, SCALE: tl.constexpr, PRECISION: tl.constexpr):
-    """The softmax with the keys of one step more: logits [rows, keys], -inf where unseen, times SCALE."""
+def load_scales(scales, head, keys, is_key, HEADS: tl.constexpr):
+    """The scales of keys or values in FP8, of one head, of several that follow each other from `head` on; else None."""
+    if scales is None:
+        return None
+    else:
+        return tl.load(scales + head + keys * HEADS, mask=is_key, other=0.0)
+
+
+@triton.jit
+def multiplied(q_block, k_block, k_scale, PRECISION: tl.constexpr):
+    """Products [rows, keys] of queries and keys; keys in FP8 have a scale each, else None."""
+    logits = tl.dot(q_block, k_block.to(q_block.dtype).T, input_precision=PRECISION)
+    if k_scale is not None:
+        logits = logits * k_scale[None, :]
+    return logits
+
+
+@triton.jit
+def add_step(highest_logit, total, acc, logits, v_block, SCALE: tl.constexpr, PRECISION: tl.constexpr, v_scale=None):
+    """The softmax with the keys of one step more: logits [rows, keys], -inf where unseen, times SCALE.
+
+    Values that were in FP8 have a scale each, which weights are multiplied by.
+    """
     higher = tl.maximum(highest_logit, tl.reduce(logits, 1, highest) * SCALE)
     weights = tl.exp2(tl.fma(logits, tl.full(logits.shape, SCALE, tl.float32), -higher[:, None]))
     factor = tl.exp2(highest_logit - higher)
+    of_values = weights
     weights = weights.to(v_block.dtype)
     ones = tl.full([v_block.shape[0], ONES], 1.0, v_block.dtype)
     # both first: what writes to accumulators between two products makes the assembler wait after each instruction
     total, acc = total * factor[:, None], acc * factor[:, None]
     total = tl.dot(weights, ones, total, input_precision=PRECISION)
+    if v_scale is not None:
+        weights = (of_values * v_scale[None, :]).to(v_block.dtype)
     acc = tl.dot(weights, v_block, acc, input_precision=PRECISION)
     return higher, total, acc
 
@@ -101,6 +125,8 @@ def attend_kernel(
     q,
     k,
     v,
+    k_scales,
+    v_scales,
     layer,
     offset,
     starts,
@@ -128,12 +154,13 @@ def attend_kernel(
     """Each query attends to the keys of its own sequence up to itself, or to the last WINDOW of them.
 
     Arrays: q and attended [B, length, KV_HEADS * GROUP, FEATURES]; k, v [layers, B, slots, KV_HEADS, FEATURES] with
-    `capacity` keys, or with the last RING of them in a layer with the window; layer int32 [] or None for the first;
-    firsts int32 [layers], the first slot of each if k and v are [1, B, slots, ...], or None; offset int32 [], the place
-    in k of the first query, or None for 0; starts int32 [B, length], the place of the first key of each query's
-    sequence, which never decreases along a row, or None for 0; is_local bool [] or None; sinks [KV_HEADS * GROUP] or
-    None; log_sums float32 [B, KV_HEADS * GROUP, length], the logarithm of the sum in each softmax. The grid is (heads,
-    B, tiles of queries), the longest tiles first.
+    `capacity` keys, or with the last RING of them in a layer with the window; k_scales, v_scales float32 [layers, B,
+    slots, KV_HEADS] if k and v are in FP8, else None; layer int32 [] or None for the first; firsts int32 [layers], the
+    first slot of each if k and v are [1, B, slots, ...], or None; offset int32 [], the place in k of the first query,
+    or None for 0; starts int32 [B, length], the place of the first key of each query's sequence, which never decreases
+    along a row, or None for 0; is_local bool [] or None; sinks [KV_HEADS * GROUP] or None; log_sums float32 [B,
+    KV_HEADS * GROUP, length], the logarithm of the sum in each softmax. The grid is (heads, B, tiles of queries), the
+    longest tiles first.
     """
     HEADS: tl.constexpr = KV_HEADS * GROUP
     head, sequence = tl.program_id(0), tl.program_id(1)
@@ -171,6 +198,8 @@ def attend_kernel(
             q_block,
             k,
             v,
+            k_scales,
+            v_scales,
             of_sequence,
             first_slot + start,
             slots,
@@ -204,6 +233,8 @@ def attend_to(
     q_block,
     k,
     v,
+    k_scales,
+    v_scales,
     of_sequence,
     first_slot,
     slots,
@@ -248,7 +279,9 @@ def attend_to(
                 # int64: a cache may hold more than 2**31 elements
                 at = (tl.cast(of_sequence, tl.int64) * slots + slot) * STRIDE + column
                 k_block = tl.load(k + at + in_step, mask=mask, other=0.0)
-            logits = tl.dot(q_block, k_block.T, input_precision=PRECISION)
+            scales_at = (tl.cast(of_sequence, tl.int64) * slots + slot) * (STRIDE // FEATURES) + column // FEATURES
+            k_scale = load_scales(k_scales, scales_at, keys_of_step, keys < end, STRIDE // FEATURES)
+            logits = multiplied(q_block, k_block, k_scale, PRECISION)
             if (key + BLOCK_KEYS > lowest + 1) | (key < first_of_last):
                 is_seen = keys[None, :] <= positions[:, None]
                 if WINDOW:
@@ -258,8 +291,10 @@ def attend_to(
                 v_block = v.load([of_sequence, slot, column]).reshape(BLOCK_KEYS, q_block.shape[1])
             else:
                 v_block = tl.load(v + at + in_step, mask=mask, other=0.0)
+            v_scale = load_scales(v_scales, scales_at, keys_of_step, keys < end, STRIDE // FEATURES)
+            v_block = v_block.to(q_block.dtype)
             part_highest, part_total, part_acc = add_step(
-                part_highest, part_total, part_acc, logits, v_block, SCALE * LOG2_E, PRECISION
+                part_highest, part_total, part_acc, logits, v_block, SCALE * LOG2_E, PRECISION, v_scale
             )
         highest_logit, total, acc = add_part(highest_logit, total, acc, part_highest, part_total, part_acc)
     return result_of(highest_logit, total, acc, sinks, heads, is_row)

@@ -8,7 +8,20 @@ part, `add_parts_kernel` adds them up.
 import triton
 import triton.language as tl
 
-from .attend import LOG2_E, LOWEST, ONES, add_part, add_step, first_seen, load_window, no_keys, result_of, slot_of
+from .attend import (
+    LOG2_E,
+    LOWEST,
+    ONES,
+    add_part,
+    add_step,
+    first_seen,
+    load_scales,
+    load_window,
+    multiplied,
+    no_keys,
+    result_of,
+    slot_of,
+)
 from .tiles import highest, row_pointers
 
 
@@ -26,6 +39,8 @@ def attend_one_kernel(
     q,
     k,
     v,
+    k_scale,
+    v_scale,
     layer,
     positions,
     is_local,
@@ -33,6 +48,8 @@ def attend_one_kernel(
     firsts,
     k_cache,
     v_cache,
+    k_scales,
+    v_scales,
     attended,
     highest_logits,
     totals,
@@ -56,10 +73,11 @@ def attend_one_kernel(
 
     Arrays: q and attended [B, KV_HEADS, GROUP, FEATURES]; k, v [B, KV_HEADS, FEATURES]; k_cache, v_cache [layers, B,
     slots, KV_HEADS, FEATURES] with `capacity` positions, or with the last RING of them in a layer with the window;
-    firsts int32 [layers], the first slot of each if the caches are [1, B, slots, ...], or None; layer int32 [],
-    positions int32 [B], is_local bool [] or None, sinks [KV_HEADS * GROUP] or None. The grid is (B, KV_HEADS, parts),
-    from the first part that is seen on. With highest_logits and totals [parts, B, KV_HEADS, GROUP] in float32, attended
-    [parts, B, KV_HEADS, GROUP, FEATURES] has the parts' sums in float32 instead.
+    k_scale, v_scale [B, KV_HEADS] and k_scales, v_scales [layers, B, slots, KV_HEADS], float32, if the others are in
+    FP8, else None; firsts int32 [layers], the first slot of each if the caches are [1, B, slots, ...], or None; layer
+    int32 [], positions int32 [B], is_local bool [] or None, sinks [KV_HEADS * GROUP] or None. The grid is (B, KV_HEADS,
+    parts), from the first part that is seen on. With highest_logits and totals [parts, B, KV_HEADS, GROUP] in float32,
+    attended [parts, B, KV_HEADS, GROUP, FEATURES] has the parts' sums in float32 instead.
     """
     STRIDE: tl.constexpr = KV_HEADS * FEATURES
     sequence, kv_head = tl.program_id(0), tl.program_id(1)
@@ -89,6 +107,13 @@ def attend_one_kernel(
     stored_features = tl.where(is_stored, FEATURES, 0)
     tl.store(k_cache + own_offset, own_k, mask=features < stored_features)
     tl.store(v_cache + own_offset, own_v, mask=features < stored_features)
+    own_k, own_v = own_k.to(q_block.dtype), own_v.to(q_block.dtype)
+    scales_at = offset // FEATURES
+    if k_scales is not None:
+        own_k_scale, own_v_scale = tl.load(k_scale + number), tl.load(v_scale + number)
+        own_scale_at = scales_at + slot_of(position, has_window, RING) * KV_HEADS
+        tl.store(k_scales + own_scale_at, own_k_scale, mask=is_stored)
+        tl.store(v_scales + own_scale_at, own_v_scale, mask=is_stored)
 
     highest_logit, total, acc = no_keys(BLOCK_GROUP, BLOCK_FEATURES)
     own_step = position // BLOCK_KEYS * BLOCK_KEYS
@@ -96,24 +121,38 @@ def attend_one_kernel(
     start = tl.maximum(part * PART, first // BLOCK_KEYS * BLOCK_KEYS)
     for key in tl.range(start, end, BLOCK_KEYS):
         keys = key + tl.arange(0, BLOCK_KEYS)
-        at = row_pointers(offset, slot_of(key, has_window, RING) + tl.arange(0, BLOCK_KEYS), features, STRIDE)
+        own_slots = slot_of(key, has_window, RING) + tl.arange(0, BLOCK_KEYS)
+        at = row_pointers(offset, own_slots, features, STRIDE)
         k_block = tl.load(k_cache + at, mask=is_feature[None, :], other=0.0)
-        logits = tl.dot(q_block, k_block.T, input_precision=PRECISION)
+        scales_of_k = load_scales(k_scales, scales_at, own_slots, keys < end, KV_HEADS)
+        logits = multiplied(q_block, k_block, scales_of_k, PRECISION)
         if WINDOW + CHUNK:
             logits = tl.where((keys >= first)[None, :], logits, float("-inf"))
-        v_block = tl.load(v_cache + at, mask=is_feature[None, :], other=0.0)
-        highest_logit, total, acc = add_step(highest_logit, total, acc, logits, v_block, SCALE * LOG2_E, PRECISION)
+        v_block = tl.load(v_cache + at, mask=is_feature[None, :], other=0.0).to(q_block.dtype)
+        scales_of_v = load_scales(v_scales, scales_at, own_slots, keys < end, KV_HEADS)
+        highest_logit, total, acc = add_step(
+            highest_logit, total, acc, logits, v_block, SCALE * LOG2_E, PRECISION, scales_of_v
+        )
     if is_last:  # the step that ends with the token's own key, which the cache may not have yet
         keys = own_step + tl.arange(0, BLOCK_KEYS)
-        at = row_pointers(offset, slot_of(own_step, has_window, RING) + tl.arange(0, BLOCK_KEYS), features, STRIDE)
-        mask = ((keys >= first) & (keys < tl.minimum(position, capacity)))[:, None] & is_feature[None, :]
+        own_slots = slot_of(own_step, has_window, RING) + tl.arange(0, BLOCK_KEYS)
+        at = row_pointers(offset, own_slots, features, STRIDE)
+        is_before = (keys >= first) & (keys < tl.minimum(position, capacity))
+        mask = is_before[:, None] & is_feature[None, :]
         is_own = (keys == position)[:, None]
-        k_block = tl.where(is_own, own_k[None, :], tl.load(k_cache + at, mask=mask, other=0.0))
-        v_block = tl.where(is_own, own_v[None, :], tl.load(v_cache + at, mask=mask, other=0.0))
-        logits = tl.dot(q_block, k_block.T, input_precision=PRECISION)
+        k_block = tl.where(is_own, own_k[None, :], tl.load(k_cache + at, mask=mask, other=0.0).to(q_block.dtype))
+        v_block = tl.where(is_own, own_v[None, :], tl.load(v_cache + at, mask=mask, other=0.0).to(q_block.dtype))
+        scales_of_k = load_scales(k_scales, scales_at, own_slots, is_before, KV_HEADS)
+        scales_of_v = load_scales(v_scales, scales_at, own_slots, is_before, KV_HEADS)
+        if k_scales is not None:
+            scales_of_k = tl.where(keys == position, own_k_scale, scales_of_k)
+            scales_of_v = tl.where(keys == position, own_v_scale, scales_of_v)
+        logits = multiplied(q_block, k_block, scales_of_k, PRECISION)
         is_seen = (keys >= first) & (keys <= position)
         logits = tl.where(is_seen[None, :], logits, float("-inf"))
-        highest_logit, total, acc = add_step(highest_logit, total, acc, logits, v_block, SCALE * LOG2_E, PRECISION)
+        highest_logit, total, acc = add_step(
+            highest_logit, total, acc, logits, v_block, SCALE * LOG2_E, PRECISION, scales_of_v
+        )
 
     if highest_logits is None:
         acc, highest_logit, _ = result_of(highest_logit, total, acc, sinks, kv_head * GROUP + rows, is_row)

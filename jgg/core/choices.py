@@ -18,6 +18,7 @@ IMPORTANCES = "token", "sequence"
 KL_ESTIMATORS = "k1", "k2", "k3"
 MXFP4 = "mxfp4"
 EXPERTS = "bfloat16", "as-stored", FP8, MXFP4  # how commands load them
+CACHE_DTYPES = ("float8_e4m3fn",)  # in addition to that of the computation
 TRACKERS = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # and the package that each needs
 
 # matrices that may have adapters

@@ -39,6 +39,7 @@ class Target:
 _SHARED_MEMORY = {80: 166_912, 87: 166_912, 90: 232_448, 100: 232_448, 103: 232_448, 110: 232_448}
 _TYPICAL_SMS = {80: 108, 86: 84, 89: 142, 90: 132, 100: 148, 103: 148, 110: 20, 120: 170, 121: 48}
 MIN_COMPUTE_CAPABILITY = 80
+FP8_COMPUTE_CAPABILITY = 89  # the lowest one that multiplies in FP8 and converts to it and from it
 
 # Part of jit's cache key, so a function traced for one target is traced again for another.
 _context = jax.make_user_context(None)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -54,8 +55,9 @@ class QArray(Protocol):
 class QuantizedArray:
     """An array in FP8 or MXFP4: values of few bits and a scale for each block of values; a pytree of the two.
 
-    In FP8, a block has 1, 32 or 128 rows and 1, 32 or 128 columns. In MXFP4, which is packed, a block is 32 numbers
-    that follow each other along one axis, the rows or the columns.
+    In FP8, a block has 1, 32 or 128 rows and 1, 32 or 128 columns; or it is a row, in caches of keys and values, whose
+    kernels take no other. In MXFP4, which is packed, a block is 32 numbers that follow each other along one axis, the
+    rows or the columns.
 
     Attributes:
       values: float8_e4m3fn or float8_e5m2 [..., rows, columns]; or uint8 [..., rows / 2, columns] or
@@ -300,7 +302,6 @@ def quantized_types(shape: tuple[int, ...], block: tuple[int, int], stored_as: F
 
 def quantize(array: jax.Array, block: tuple[int, int], stored_as: Format) -> QuantizedArray:
     """Quantizes an array [..., rows, columns] with a scale for each block, in plain JAX; see `jgg.quantize_tokens`."""
-    largest = float(jnp.finfo(stored_as.dtype).max)
     array = array.astype(jnp.float32)
     window = (*[1] * (array.ndim - 2), *block)
     sizes = zip(scales_shape(array.shape, block), window, array.shape, strict=True)
@@ -311,6 +312,22 @@ def quantize(array: jax.Array, block: tuple[int, int], stored_as: Format) -> Qua
         for each in (jnp.abs(array), jnp.isnan(array).astype(jnp.float32))
     )
     highest = jnp.where(is_nan > 0, jnp.nan, highest)
+    return _quantized(array, highest, lambda scales: _of_elements(scales, array.shape, block, jnp), stored_as)
+
+
+def quantize_rows(array: jax.Array, stored_as: Format) -> QuantizedArray:
+    """Quantizes an array [..., columns] with a scale for each row, whatever its number of columns: scales [..., 1]."""
+    array = array.astype(jnp.float32)
+    highest = jnp.max(jnp.abs(array), axis=-1, keepdims=True)
+    highest = jnp.where(jnp.isnan(array).any(axis=-1, keepdims=True), jnp.nan, highest)  # as in `quantize`
+    return _quantized(array, highest, lambda scales: scales, stored_as)
+
+
+def _quantized(
+    array: jax.Array, highest: jax.Array, of_elements: Callable[[jax.Array], jax.Array], stored_as: Format
+) -> QuantizedArray:
+    """A float32 array, quantized by the largest magnitude of each block; `of_elements` repeats a block's number."""
+    largest = float(jnp.finfo(stored_as.dtype).max)
     # multiplies by the inverse, here and below, because XLA may replace a division by that or may not
     scales = highest * np.float32(1 / largest)
     scales = jnp.where(scales < _LEAST_SCALE, _LEAST_SCALE, scales)
@@ -318,7 +335,7 @@ def quantize(array: jax.Array, block: tuple[int, int], stored_as: Format) -> Qua
         fraction, exponent = jnp.frexp(scales)  # fraction in [0.5, 1)
         exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)
         scales = jnp.where(jnp.isfinite(scales), jnp.ldexp(jnp.float32(1), exponent), scales)
-    values = jnp.clip(array * _of_elements(1 / scales, array.shape, block, jnp), -largest, largest)
+    values = jnp.clip(array * of_elements(1 / scales), -largest, largest)
     return QuantizedArray(_rounded(values, stored_as.dtype).astype(stored_as.dtype), scales)
 
 

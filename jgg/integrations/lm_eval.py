@@ -30,6 +30,7 @@ from jgg.hf.hub import folder_of
 from jgg.hf.settings import language_model
 from jgg.integrations.lm_eval_batches import Batch, Pair, batches, score
 from jgg.models import Decoder
+from jgg.models.decoder_stacks import as_cache_dtype
 from jgg.models.loading import EXPERTS_BY_NAME
 from jgg.models.placement import on_host
 
@@ -58,6 +59,7 @@ class JggLM(TemplateLM):
       max_gen_toks: the maximum number of new tokens for requests that do not set one.
       prefix_token_id: the token before a text without a context; by default the tokenizer's bos_token or eos_token.
       seed: for sampling, in tasks that set a temperature.
+      cache_dtype: as in `jgg.models.generate`.
       max_batch_size, device: lm-eval passes them to each model; they have no effect.
 
     Raises: ValueError, OSError: an argument or a file is wrong, as in `jgg.models.load`.
@@ -76,6 +78,7 @@ class JggLM(TemplateLM):
         max_gen_toks: int = 256,
         prefix_token_id: int | None = None,
         seed: int = 0,
+        cache_dtype: str | None = None,
         max_batch_size: int | None = None,
         device: str | None = None,
     ) -> None:
@@ -95,6 +98,9 @@ class JggLM(TemplateLM):
             if adapter is not None:
                 jgg.models.load_adapter(model, adapter)
         self.model = model
+        if cache_dtype is not None:
+            as_cache_dtype(cache_dtype, model.config, model.options)
+        self._cache_dtype = cache_dtype
 
     @property
     def eot_token_id(self) -> int:
@@ -226,6 +232,7 @@ class JggLM(TemplateLM):
                 seeds=np.array([seeds[index] for index in places]),
                 stop_tokens=[[token] for token in self._ends] + stops,
                 temperature=temperature if do_sample else 0.0,
+                cache_dtype=self._cache_dtype,
                 **options,
             )
             for index, row in zip(batch.indices, on_host(rows).tolist(), strict=False):

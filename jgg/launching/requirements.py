@@ -9,12 +9,11 @@ from collections.abc import Callable, Mapping
 import jax
 
 from jgg.core.files import warn_once
-from jgg.core.gpu_target import Target
+from jgg.core.gpu_target import FP8_COMPUTE_CAPABILITY, Target
 from jgg.core.problem import GroupedGemmProblem
 from jgg.core.versions import WARP_SPECIALIZED, unlike
 from jgg.launching.kernel_configs import KernelConfig, KernelConfigDW, KernelConfigDX, KernelConfigForward, Tile
 
-FP8_COMPUTE_CAPABILITY = 89  # the lowest one that multiplies in FP8 and converts to it
 ROWS_OF_WARPGROUP = 64  # the least of a tile whose operands tensor cores read from shared memory
 _BARRIERS = 256  # bytes, more than the barriers of any kernel take
 _HANDED_OVER = 256  # bytes of arguments, more than the hopper kernel's warps get

@@ -12,6 +12,7 @@ from jax.typing import DTypeLike
 from jgg.core.arguments import check
 from jgg.core.gpu_target import current_target
 from jgg.core.mixers import AttentionConfig
+from jgg.core.quantized import QuantizedArray
 from jgg.extend import How, barrier
 from jgg.models.attend import attend, finite_sinks
 from jgg.models.attend_in_steps import Tokens, attend_in_steps
@@ -22,6 +23,7 @@ from jgg.models.norms import how_of_rows, norm
 from jgg.models.operations.attend import ATTEND, PART, Attend, takes_heads_of
 from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne
 from jgg.models.operations.cache_layout import CacheLayout, place_of
+from jgg.models.operations.cached_heads import Heads, dense, empty_heads, put, stored_as
 from jgg.models.rotary import Rotation, halves_first, rotated
 
 PROJECTIONS = "attention_projections"  # a name of the products q, k and v, for a policy of `jax.checkpoint`
@@ -30,16 +32,20 @@ PROJECTIONS = "attention_projections"  # a name of the products q, k and v, for 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Cache:
-    """Keys and values of stacked layers: [layers, B, C, kv heads, D], for C positions, or as their layout says."""
+    """Keys and values of stacked layers: [layers, B, C, kv heads, D], for C positions, or as their layout says.
 
-    k: jax.Array
-    v: jax.Array
+    In FP8, they have a scale for each position and head.
+    """
+
+    k: Heads
+    v: Heads
     layout: CacheLayout | None = dataclasses.field(default=None, metadata={"static": True})
 
-    def write(self, layer: jax.Array | int, slots: jax.Array, k: jax.Array, v: jax.Array) -> Self:
+    def write(self, layer: jax.Array | int, slots: jax.Array, k: Heads, v: Heads) -> Self:
         """Puts a layer's k and v [B, S, kv heads, D] at their slots [B, S]; those past the last are left out."""
         at = layer, jnp.arange(len(slots))[:, None], slots
-        return dataclasses.replace(self, k=self.k.at[at].set(k), v=self.v.at[at].set(v))
+        k, v = jax.tree.map(lambda cache, own: put(cache, at, own), (self.k, self.v), (k, v))
+        return dataclasses.replace(self, k=k, v=v)
 
 
 class Place(NamedTuple):
@@ -101,7 +107,7 @@ class Place(NamedTuple):
         places = jnp.arange(length, dtype=jnp.int32) + (0 if self.start is None else self.start)
         return places[None] < self.lengths[:, None]
 
-    def write(self, cache: Cache, k: jax.Array, v: jax.Array) -> Cache:
+    def write(self, cache: Cache, k: Heads, v: Heads) -> Cache:
         """The cache with the tokens' k and v [B, S, kv heads, D], if later tokens may see them."""
         layout, positions = cache.layout, jnp.broadcast_to(self.positions, k.shape[:2])
         layer, slots = place_of(layout, self.layer, positions, self.window, self.is_local)
@@ -139,16 +145,20 @@ class Attention(nnx.Module):
         Without a cache, or if S > 1 and `place` has no start, tokens attend to each other alone, so positions must be
         0, 1, 2, ... in each segment.
         """
-        q, k, v, gate = self._heads(x, place)
+        q, keys, values, gate = self._heads(x, place)
         if place.measures:
             starts = place.starts(x.shape[:2], self.own.chunk)
             largest = max_logits(
-                q, k, scale=self.own.scale, starts=starts, window=place.window, is_local=place.is_local
+                q, keys, scale=self.own.scale, starts=starts, window=place.window, is_local=place.is_local
             )
             self.sow(nnx.Intermediate, "max_logits", largest)
         is_token = place.is_token(x.shape[1])
         if is_token is not None:
-            k, v = (jnp.where(is_token[..., None, None], array, jnp.zeros((), array.dtype)) for array in (k, v))
+            keys, values = (
+                jnp.where(is_token[..., None, None], array, jnp.zeros((), array.dtype)) for array in (keys, values)
+            )
+        k: Heads = keys if cache is None else stored_as(cache.k, keys)
+        v: Heads = values if cache is None else stored_as(cache.v, values)
         may_pad = place.lengths is not None and place.start is not None
         if cache is not None and x.shape[1] == 1 and (cache.layout is None or not may_pad):
             attended, cache = self._attend_to_cache(q, k, v, place, cache)
@@ -173,10 +183,10 @@ class Attention(nnx.Module):
         dtype: DTypeLike,
         layout: CacheLayout | None = None,
     ) -> Cache:
-        """An empty cache for this many layers, sequences and positions, in this layout."""
+        """An empty cache for this many layers, sequences and positions, in this layout; with scales in FP8."""
         layers, slots = (layers, positions) if layout is None else layout.cache_shape(layers)
         shape = (layers, batch, slots, own.num_kv_heads, own.head_features)
-        return Cache(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), layout)
+        return Cache(empty_heads(shape, dtype), empty_heads(shape, dtype), layout)
 
     def _heads(self, x: jax.Array, place: Place) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
         """Rotated queries and keys, and values, [B, S, heads, D], and the gate [B, S, heads * D], if there is one."""
@@ -218,14 +228,21 @@ class Attention(nnx.Module):
             y = norm(y, scale, self.config.norm_epsilon, self.options.dense_implementation)
         return y if own.clip_qkv is None else jnp.clip(y, -own.clip_qkv, own.clip_qkv)
 
-    def _attend_to_each_other(self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place) -> jax.Array:
+    def _attend_to_each_other(self, q: jax.Array, k: Heads, v: Heads, place: Place) -> jax.Array:
         """The result for all tokens of sequences or segments, [B, S, heads, D]."""
         sinks = self.sinks[...] if self.own.use_sinks else None
         how = how_of_rows(self.options.dense_implementation) if self.options.batch_invariant else None
         scale, window, is_local = self.own.scale, place.window, place.is_local
         starts = place.starts(q.shape[:2], self.own.chunk)
         if how is None:
+            k, v = dense(k, q.dtype), dense(v, q.dtype)
             return attend(q, k, v, scale=scale, window=window, is_local=is_local, starts=starts, sinks=sinks)
+        if isinstance(k, QuantizedArray) or isinstance(v, QuantizedArray):  # as a cache has them, without gradients
+            k, v = jax.tree.map(lambda array: array[None], (k, v))
+            operands = Attend(
+                q, k, v, starts=starts, is_local=is_local, sinks=None if sinks is None else finite_sinks(sinks)
+            )
+            return ATTEND(how, operands, scale=scale, window=window).attended
         return attend_in_steps(how, Tokens(q, k, v, is_local, starts, sinks), scale=scale, window=window)
 
     def _attend_to_those_before(self, q: jax.Array, place: Place, cache: Cache) -> jax.Array:
@@ -260,15 +277,13 @@ class Attention(nnx.Module):
         """How tokens attend to a cache; XLA splits plain JAX over the devices of a sharding."""
         return None if self.options.is_split_by_xla else How(self.options.implementation, current_target())
 
-    def _attend_to_cache(
-        self, q: jax.Array, k: jax.Array, v: jax.Array, place: Place, cache: Cache
-    ) -> tuple[jax.Array, Cache]:
+    def _attend_to_cache(self, q: jax.Array, k: Heads, v: Heads, place: Place, cache: Cache) -> tuple[jax.Array, Cache]:
         """The result for one token of each sequence [B, 1, heads, D], and the cache with its key and value."""
         sinks = self.sinks[...] if self.own.use_sinks else None
         operands = AttendOne(
             q=q[:, 0],
-            k=k[:, 0],
-            v=v[:, 0],
+            k=jax.tree.map(lambda array: array[:, 0], k),
+            v=jax.tree.map(lambda array: array[:, 0], v),
             k_cache=cache.k,
             v_cache=cache.v,
             layer=place.layer,

@@ -116,7 +116,7 @@ def _empty(model: Decoder, prompts: jax.Array, request: Request, plan: Plan) -> 
         shape = model.config.num_moe_layers, count, positions, model.config.moe.topk
         return no_tokens(count, plan, jnp.full(shape, -1, jnp.int32) if plan.details else None)
 
-    caches = model.empty_caches(running, positions, plan.piece(prompts.shape[1]))
+    caches = model.empty_caches(running, positions, plan.piece(prompts.shape[1]), plan.cache_dtype)
     occurrences = None
     if rows.penalties is not None:
         none = jnp.zeros((running, model.config.vocabulary), jnp.int32)

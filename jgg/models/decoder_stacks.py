@@ -4,11 +4,14 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.typing import ArrayLike, DTypeLike
 
-from jgg.core.arguments import as_flag, as_mask
-from jgg.core.mixers import AttentionConfig
+from jgg.core.arguments import as_dtype, as_flag, as_mask, check
+from jgg.core.choices import CACHE_DTYPES
+from jgg.core.gpu_target import known_target
+from jgg.core.mixers import AttentionConfig, LatentConfig
 from jgg.extend import barrier
 from jgg.models.attention import Attention, Place
 from jgg.models.config import ModelConfig
@@ -19,6 +22,7 @@ from jgg.models.layer import MIXERS, Layer
 from jgg.models.modules import Options
 from jgg.models.norms import norm
 from jgg.models.operations.cache_layout import CacheLayout
+from jgg.models.operations.cached_heads import check_gpu
 from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.shard_map import map_sequences
 from jgg.models.stack_plan import StackPlan
@@ -127,21 +131,36 @@ class DecoderStacks(nnx.Module):
     def _last_norm(self, scale: jax.Array, x: jax.Array) -> jax.Array:
         return norm(x, self.config.norm_scale(scale), self.config.norm_epsilon, self.options.dense_implementation)
 
-    def empty_caches(self, batch: int, positions: int, piece: int | None = None) -> Caches:
+    def empty_caches(
+        self, batch: int, positions: int, piece: int | None = None, cache_dtype: DTypeLike | None = None
+    ) -> Caches:
         """Empty caches for this many sequences and positions: one for each stack of `config.plan`.
 
         Args:
           piece: the most tokens of a sequence that run at once with a `start` after its first token. Layers with a
             window then keep little more than that. None for any number; all layers keep all positions.
+          cache_dtype: float8_e4m3fn for keys and values in FP8, with a float32 scale for each token and key/value head;
+            tokens then attend to rounded keys and values, their own included. None for the dtype of the computation.
+            States of recurrent layers stay as they are.
+
+        Raises:
+          ValueError: cache_dtype with latent attention, with float16, or on a GPU below compute capability 8.9.
+          TypeError: another cache_dtype.
         """
-        caches = tuple(self._empty_cache(plan, batch, positions, piece) for plan in self.config.plan)
+        if cache_dtype is not None:
+            cache_dtype = as_cache_dtype(cache_dtype, self.config, self.options)
+        dtype = self.options.dtype if cache_dtype is None else cache_dtype
+        caches = tuple(self._empty_cache(plan, batch, positions, piece, dtype) for plan in self.config.plan)
         return jax.tree.map(functools.partial(split_batch, sharding=self.options.sharding, axis=1), caches)
 
-    def _empty_cache(self, plan: StackPlan, batch: int, positions: int, piece: int | None) -> object:
-        own, sizes = plan.mixer, (plan.count, batch, positions, self.options.dtype)
-        if piece is None or not isinstance(own, AttentionConfig):
-            return MIXERS[own.kind].empty_cache(own, *sizes)
-        return Attention.empty_cache(own, *sizes, CacheLayout.of(plan.window, plan.has_window, positions, piece))
+    def _empty_cache(
+        self, plan: StackPlan, batch: int, positions: int, piece: int | None, cache_dtype: DTypeLike
+    ) -> object:
+        own, sizes = plan.mixer, (plan.count, batch, positions)
+        if not isinstance(own, AttentionConfig):
+            return MIXERS[own.kind].empty_cache(own, *sizes, self.options.dtype)
+        layout = None if piece is None else CacheLayout.of(plan.window, plan.has_window, positions, piece)
+        return Attention.empty_cache(own, *sizes, cache_dtype, layout)
 
     def logits(self, x: jax.Array) -> jax.Array:
         """Float32 logits [..., V] of the last features [..., H]."""
@@ -180,3 +199,24 @@ class DecoderStacks(nnx.Module):
         """
         for plan in self.config.plan:
             merge_stack(getattr(self, plan.name), self.options)
+
+
+def as_cache_dtype(cache_dtype: DTypeLike, config: ModelConfig, options: Options | None = None) -> np.dtype:
+    """The argument `cache_dtype` of a model with this config and these options, if they are known.
+
+    Raises:
+      ValueError: the mixers, the dtype of the computation or the GPU cannot have such caches.
+      TypeError: no cache has this dtype.
+    """
+    dtype = as_dtype("cache_dtype", cache_dtype, CACHE_DTYPES)
+    has_latents = any(isinstance(plan.mixer, LatentConfig) for plan in config.plan)
+    needed = "cache_dtype must be None with latent attention, whose caches have no keys and values"
+    check(not has_latents, f"{needed}, as in {config.model_type}, got {dtype}.")
+    if options is None:
+        return dtype
+    # weights times scales could be 0 there
+    check(options.dtype != jnp.float16, f"cache_dtype must be None with a computation in float16, got {dtype}.")
+    target = known_target()
+    if target is not None and options.dense_implementation in (None, "triton"):
+        check_gpu(target)
+    return dtype

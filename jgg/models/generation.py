@@ -6,7 +6,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_int
 from jgg.models import continuous, decoding
@@ -57,6 +57,7 @@ def generate(
     stop_tokens: Iterable[int | Sequence[int]] = (),
     details: bool = False,
     prefill_chunk: int | None = None,
+    cache_dtype: DTypeLike | None = None,
     rows: int | None = None,
 ) -> jax.Array | Generated:
     """Continues prompts.
@@ -109,6 +110,10 @@ def generate(
       details: whether to return a `Generated`.
       prefill_chunk: how many tokens of each prompt run through the model at once; fewer take less memory for long
         prompts. None for all.
+      cache_dtype: float8_e4m3fn keeps keys and values in FP8, as `Decoder.empty_caches` says, in about half the memory;
+        None in the dtype of the computation. All tokens, also those of prompts, then attend to rounded keys and values:
+        with random ones, a result of attention is off by 3% (in bfloat16 by 0.2%). With `batch_invariant`, a token
+        still has the same bits in any batch, but no longer those of the trainer, which rounds none.
       rows: how many rows run at once, at least num_samples: as rows end, the next prompts take their place
         (continuous batching), and only this many rows take memory for keys and values. None for all B * num_samples.
         Results do not depend on it, except for rounding; with `batch_invariant`, all bits are the same.
@@ -140,6 +145,7 @@ def generate(
         stop_tokens=stop_tokens,
         details=details,
         prefill_chunk=prefill_chunk,
+        cache_dtype=cache_dtype,
         rows=rows,
     )
     split = decoding.split_model(model)

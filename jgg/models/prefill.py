@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jgg.models.decoder import Decoder
@@ -25,6 +26,7 @@ class Plan:
       details: whether more than tokens is kept.
       rows: how many rows run at once; None for all.
       prompts_at_once: how many prompts take the place of rows that have ended, if not all rows run at once.
+      cache_dtype: of keys and values; None for the dtype of the computation.
     """
 
     most: int
@@ -34,6 +36,7 @@ class Plan:
     details: bool
     rows: int | None = None
     prompts_at_once: int = 1
+    cache_dtype: np.dtype | None = None
 
     def piece(self, longest: int) -> int:
         """The most tokens of a sequence that run at once after its first ones, for prompts of this length."""
@@ -58,7 +61,7 @@ def prefill(model: Decoder, prompts: jax.Array, lengths: jax.Array, plan: Plan, 
     shape = config.num_moe_layers, batch, longest, config.moe.topk
     choices = jnp.full(shape, -1, jnp.int32) if plan.details else None
     last = jnp.zeros((batch, config.features), model.options.dtype)
-    caches = model.empty_caches(batch, positions, plan.piece(longest))
+    caches = model.empty_caches(batch, positions, plan.piece(longest), plan.cache_dtype)
     through = functools.partial(_run_chunk, *nnx.split(model), lengths, plan)
     done, size = Prefilled(last, caches, choices), plan.prefill_chunk or longest
     if size >= longest:

@@ -8,11 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core.arguments import as_array, as_finite, as_flag, as_int, check, check_instance, check_reals
 from jgg.core.schedule import saturated_int32
 from jgg.models.decoder import Decoder
+from jgg.models.decoder_stacks import as_cache_dtype
 from jgg.models.penalties import Penalties
 from jgg.models.placement import on_host
 from jgg.models.prefill import Plan
@@ -41,6 +42,7 @@ class Options(TypedDict, total=False):
     num_samples: int
     stop_tokens: Iterable[int | Sequence[int]]
     prefill_chunk: int | None
+    cache_dtype: DTypeLike | None
 
 
 class OfGenerate(Options, total=False):
@@ -98,6 +100,7 @@ def asked(
     stop_tokens: Iterable[int | Sequence[int]],
     details: bool,
     prefill_chunk: int | None,
+    cache_dtype: DTypeLike | None = None,
     rows: int | None = None,
 ) -> Asked:
     """What the arguments of `generate` ask for; raises if one is wrong."""
@@ -114,6 +117,7 @@ def asked(
         is_padded=lengths is not None,
         prefill_chunk=None if prefill_chunk is None else as_int("prefill_chunk", prefill_chunk, 1),
         details=as_flag("details", details),
+        cache_dtype=None if cache_dtype is None else as_cache_dtype(cache_dtype, model.config, model.options),
     )
     plan = plan if rows is None else _with_rows(plan, as_int("rows", rows, 1), model, batch)
     stops = _stops(stop_tokens, model.config.vocabulary)

@@ -8,13 +8,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jgg.core.gpu_target import FP8_COMPUTE_CAPABILITY
 from jgg.core.problem import MAX_ROWS, GroupedGemmProblem
 from jgg.core.quantized import BLOCK, QuantizedArray, is_quantized, values_and_scales
 from jgg.core.schedule import GroupBounds, between_groups, guarded, inverse_permutation
 from jgg.launching.choice import How, Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch, flat
-from jgg.launching.requirements import FP8_COMPUTE_CAPABILITY
 from jgg.launching.tuned_configs import tiles_of
 from jgg.primitives import vmap
 from jgg.primitives.operation import Operation, array_type

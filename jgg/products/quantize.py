@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
+from jgg.core.gpu_target import FP8_COMPUTE_CAPABILITY
 from jgg.core.quantized import (
     BLOCK,
     Format,
@@ -22,7 +23,6 @@ from jgg.core.quantized import (
 from jgg.launching.choice import Launcher
 from jgg.launching.kernel_configs import power_of_2
 from jgg.launching.launch import Launch
-from jgg.launching.requirements import FP8_COMPUTE_CAPABILITY
 from jgg.launching.tuned_configs import tiles_of
 from jgg.primitives.operation import Operation, array_type
 

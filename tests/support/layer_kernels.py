@@ -73,6 +73,10 @@ ATTENTION = [
     (16, 16, 256, False, "bfloat16"),
     (16, 2, 512, True, "bfloat16"),
 ]
+FP8_ATTENTION = [  # of caches
+    (32, 4, 128, True, "bfloat16", "float8_e4m3fn"),
+    *((*case, "float8_e4m3fn") for case in ATTENTION if case[-1] == "bfloat16"),
+]
 # name: (function, how many of its cases CI compiles, *cases)
 LAYERS = {
     "route": (lower_routing, 1, (1024,), (8,), (128,), (512,)),
@@ -148,6 +152,8 @@ LAYERS = {
     ),
 }
 FP8_LAYERS = {
+    "attend_one fp8": (lower_attend_one, 1, *FP8_ATTENTION),
+    "attend fp8": (lower_attend, 1, *FP8_ATTENTION),
     "stored": (functools.partial(lower_stored, "fp8"), 1, ("ekn", 16), ("enk", 32), ("ekn", 4), ("ekn", 100)),
     "fp8": (
         lower_fp8,

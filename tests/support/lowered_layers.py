@@ -19,6 +19,7 @@ from jgg.models.operations.attend_latents import ATTEND_LATENTS, AttendLatents
 from jgg.models.operations.attend_latents_one import ATTEND_LATENTS_ONE, AttendLatentsOne
 from jgg.models.operations.attend_one import ATTEND_ONE, AttendOne
 from jgg.models.operations.cache_layout import CacheLayout
+from jgg.models.operations.cached_heads import empty_heads
 from jgg.models.operations.delta_rule import DELTA_RULE, DeltaRule
 from jgg.models.operations.delta_rule_backward import DELTA_RULE_BACKWARD, DeltaRuleBackward
 from jgg.models.operations.delta_rule_in_order import DELTA_RULE_IN_ORDER, DeltaRuleInOrder
@@ -172,10 +173,10 @@ def lower_fp8_product(out_dtype, options):
     lower(compute, {name: array for name, array in arrays.items() if array is not None})
 
 
-def lower_attend(heads, kv_heads, features, has_window, dtype):
+def lower_attend(heads, kv_heads, features, has_window, dtype, cache_dtype=None):
     """Attention of whole sequences, or, with a window, of those packed in rows and of some tokens to a cache."""
     batch, length = 2, 1000
-    key = jax.ShapeDtypeStruct((1, batch, length, kv_heads, features), dtype)
+    key = heads_of((1, batch, length, kv_heads, features), cache_dtype or dtype)
     operands = Attend(jax.ShapeDtypeStruct((batch, length, heads, features), dtype), key, key)
     if has_window:
         starts, is_local = jax.ShapeDtypeStruct((batch, length), "int32"), jax.ShapeDtypeStruct((), "bool")
@@ -184,21 +185,26 @@ def lower_attend(heads, kv_heads, features, has_window, dtype):
     lower(kernels_of(ATTEND, scale=0.1, window=128 if has_window else None), operands)
     if has_window:
         layout = CacheLayout(length, 192, (True, False))
-        cache = jax.ShapeDtypeStruct((1, batch, layout.cache_shape(2)[1], kv_heads, features), dtype)
+        cache = heads_of((1, batch, layout.cache_shape(2)[1], kv_heads, features), cache_dtype or dtype)
         number = jax.ShapeDtypeStruct((), "int32")
         operands = operands._replace(k=cache, v=cache, layer=number, offset=number, starts=None)
         lower(kernels_of(ATTEND, scale=0.1, window=128, layout=layout), operands)
 
 
-def lower_attend_one(heads, kv_heads, features, has_window, dtype):
+def heads_of(shape, dtype):
+    """Keys or values as caches hold them."""
+    return jax.eval_shape(lambda: empty_heads(shape, jnp.dtype(dtype)))
+
+
+def lower_attend_one(heads, kv_heads, features, has_window, dtype, cache_dtype=None):
     """Attention of one token to a cache that takes several programs; layers with a window have less room."""
     batch, capacity, layers, layout = 3, 1000, 2, None
     if has_window:
         layout = CacheLayout(capacity, 128, (True, False))
         layers, capacity = layout.cache_shape(layers)
-    query, key = (batch, heads, features), (batch, kv_heads, features)
-    cache = layers, batch, capacity, kv_heads, features
-    arrays = [jax.ShapeDtypeStruct(shape, dtype) for shape in (query, key, key, cache, cache)]
+    key, cache = (batch, kv_heads, features), (layers, batch, capacity, kv_heads, features)
+    arrays = [jax.ShapeDtypeStruct((batch, heads, features), dtype)]
+    arrays += [heads_of(shape, cache_dtype or dtype) for shape in (key, key, cache, cache)]
     arrays += [jax.ShapeDtypeStruct(shape, "int32") for shape in ((), (batch,))]
     more = [jax.ShapeDtypeStruct((), "bool"), jax.ShapeDtypeStruct((heads,), "float32")]
     operands = AttendOne(*arrays, *(more if has_window else ()))

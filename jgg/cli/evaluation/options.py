@@ -6,7 +6,7 @@ from pathlib import Path
 
 from jgg.cli.arguments import new_file, path, positive_int, seed, whole
 from jgg.cli.declarations import changed, option, switch
-from jgg.cli.training.options import Data, Devices, Experts, Model
+from jgg.cli.training.options import Caches, Data, Devices, Experts, Model
 
 _measured, _tasks, _output = (functools.partial(option, group) for group in ("what is measured", "tasks", "output"))
 
@@ -23,7 +23,7 @@ class WithAdapter(Model):
 
 
 @dataclasses.dataclass(kw_only=True)
-class Evaluate(Devices, Experts, WithAdapter):
+class Evaluate(Devices, Caches, Experts, WithAdapter):
     """Measure a model's loss on texts, and how it does in tasks of lm-eval."""
 
     example = "jgg evaluate model adapter --data test.jsonl --output results.json"

@@ -50,6 +50,7 @@ class Tasks:
             batch_size=size,
             max_length=args.sequence_length,
             seed=args.seed,
+            cache_dtype=args.cache_dtype,
         )
         if args.quiet:
             logging.getLogger("lm_eval").setLevel(logging.ERROR)

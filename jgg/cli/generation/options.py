@@ -8,7 +8,7 @@ from pathlib import Path
 from jgg.cli.arguments import number, path, positive_float, positive_int, seed, whole
 from jgg.cli.declarations import option, switch
 from jgg.cli.evaluation.options import WithAdapter
-from jgg.cli.training.options import Experts
+from jgg.cli.training.options import Caches, Experts
 
 _part = number("at least 0 and at most 1", lambda value: 0 <= value <= 1)
 _positive_part = number("greater than 0 and at most 1", lambda value: 0 < value <= 1)
@@ -23,7 +23,7 @@ _of_file = functools.partial(_drawing, shown="as transformers takes it from gene
 
 
 @dataclasses.dataclass(kw_only=True)
-class Generate(Experts, WithAdapter):
+class Generate(Caches, Experts, WithAdapter):
     """Continue a prompt with a model of a Hugging Face folder, and an adapter, or talk with it."""
 
     example = 'jgg generate model adapter --prompt "Once upon a time" --temperature 0.7'

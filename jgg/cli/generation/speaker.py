@@ -14,6 +14,7 @@ import jgg.models
 from jgg.cli.folders import check_adapter, model_folder
 from jgg.cli.generation.settings import settings_of
 from jgg.data import check_vocabulary, continuation, encode, load_tokenizer, prompt_of, stop_tokens
+from jgg.models.decoder_stacks import as_cache_dtype
 from jgg.models.loading import EXPERTS_BY_NAME
 
 
@@ -35,6 +36,8 @@ class Speaker:
         check_adapter(self.adapter)
         self._model: jgg.models.Decoder | None = None
         self._config = jgg.models.model_config(jgg.hf.read_config(self._folder))
+        if args.cache_dtype is not None:
+            as_cache_dtype(args.cache_dtype, self._config)
         self.tokenizer = load_tokenizer(self._folder)
         self.settings = settings_of(args, self._folder)
         ends = [*stop_tokens(self._folder, self.adapter), self.tokenizer.eos_token_id]
@@ -81,6 +84,7 @@ class Speaker:
             num_samples=self._args.samples,
             stop_tokens=self.stop_tokens,
             prefill_chunk=self._args.prefill_chunk,
+            cache_dtype=self._args.cache_dtype,
             chunk=chunk,
             **self.settings.drawing(),
         )

@@ -8,7 +8,7 @@ from typing import ClassVar
 
 from jgg.cli.arguments import number, path, positive_float, positive_int, whole
 from jgg.cli.declarations import REQUIRED, Options, changed, flag, option
-from jgg.cli.training.options import Batch, Data, Experts, Finetune, Learning, Lora, Mesh, Output
+from jgg.cli.training.options import Batch, Caches, Data, Experts, Finetune, Learning, Lora, Mesh, Output
 from jgg.core.choices import AGGREGATIONS, DTYPE_NAMES, IMPORTANCES, KL_ESTIMATORS, REWARD_SCALES
 
 _not_negative = number("0 or more and finite", lambda value: 0 <= value < math.inf)
@@ -80,7 +80,7 @@ class Loss(Options):
 
 # The options stand in the order from the last class to the first.
 @dataclasses.dataclass(kw_only=True)
-class Grpo(Output, Mesh, Lora, Learning, Loss, Sampling, Prompts, Experts):
+class Grpo(Output, Mesh, Lora, Learning, Loss, Sampling, Prompts, Caches, Experts):
     """Teach a model of a Hugging Face folder by rewards of its answers (GRPO): LoRA adapters, or with --full all."""
 
     example = "jgg grpo Qwen/Qwen3-30B-A3B --prompts train.jsonl --reward reward.py --output adapter --remat all"

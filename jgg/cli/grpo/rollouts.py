@@ -153,6 +153,7 @@ class Sampler:
             stop_tokens=self._stops,
             details=True,
             rows=self._args.rows,
+            cache_dtype=self._args.cache_dtype,
         )
         return drawn, padded, lengths
 

@@ -15,6 +15,7 @@ from jgg.cli.grpo.rewards import Reward
 from jgg.cli.grpo.rollouts import Sampler
 from jgg.cli.training import devices, finetune, folders, loop
 from jgg.models import ModelConfig
+from jgg.models.decoder_stacks import as_cache_dtype
 from jgg.train.grpo import Batch
 from jgg.train.steps import Loss
 
@@ -36,12 +37,19 @@ def _check(args) -> None:
         raise UsageError(f"--rows must be at least --samples, {args.samples}, got {args.rows}")
     if args.delta is not None and args.delta <= 1 + args.clip[1]:
         raise UsageError(f"--delta must be above 1 + HIGH of --clip, {1 + args.clip[1]:g}, got {args.delta:g}")
+    if args.cache_dtype is not None and args.batch_invariant:
+        raise UsageError(
+            "--cache-dtype must be left out with --batch-invariant: the trainer does not round keys and values, "
+            f"got {args.cache_dtype}"
+        )
     if args.full and args.kl:
         raise UsageError("--kl needs adapters: with --full there is no model without them")
 
 
 def _prepare(args, folder: Path, config: ModelConfig) -> "_Run":
     """Settles options, reads the prompts and the reward function."""
+    if args.cache_dtype is not None:
+        as_cache_dtype(args.cache_dtype, config)
     sharding = devices.split_of(args, config.moe.num_experts)
     rows = args.problems * args.samples // args.accumulate
     split = 1 if sharding is None else sharding.size(*sharding.token_axes)

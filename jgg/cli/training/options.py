@@ -7,7 +7,18 @@ from pathlib import Path
 
 from jgg.cli.arguments import named_folder, number, path, positive_float, positive_int, seed, whole
 from jgg.cli.declarations import REQUIRED, Options, changed, flag, option
-from jgg.core.choices import ALL_TARGETS, EXCHANGES, EXPERTS, FSDP_SPLITS, OF_GATES, OF_MOE, REMAT, TARGETS, TRACKERS
+from jgg.core.choices import (
+    ALL_TARGETS,
+    CACHE_DTYPES,
+    EXCHANGES,
+    EXPERTS,
+    FSDP_SPLITS,
+    OF_GATES,
+    OF_MOE,
+    REMAT,
+    TARGETS,
+    TRACKERS,
+)
 
 OPTIMIZERS = "adamw", "muon"
 _LARGEST_RANK = 2**16  # a rank above the sizes of a matrix adds nothing, and no model's are larger
@@ -39,6 +50,14 @@ class Experts(Model):
 
     experts: str = _model("as-stored: experts in MXFP4 or FP8 stay so; fp8: they are quantized and multiplied so;"
         " mxfp4: they are quantized to 4 bits", default="bfloat16", choices=EXPERTS)
+
+
+@dataclasses.dataclass(kw_only=True)
+class Caches(Options):
+    """How keys and values are kept while a model generates."""
+
+    cache_dtype: str | None = _model("of cached keys and values; FP8 takes half the memory and rounds them",
+        choices=CACHE_DTYPES, shown="that of the computation")
 
 
 @dataclasses.dataclass(kw_only=True)

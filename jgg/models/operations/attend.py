@@ -8,9 +8,11 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from jgg.core.gpu_target import Target
+from jgg.core.quantized import QuantizedArray, values_and_scales
 from jgg.extend import How, Launch, Launcher, Operation, array_type, matrices, power_of_2, tiles_of, vmap
 from jgg.models.operations.attend_plain import Mask, attend_by_mask
 from jgg.models.operations.cache_layout import CacheLayout, keys_of
+from jgg.models.operations.cached_heads import Heads, check_gpu, dense
 
 PART = 512  # keys whose softmax is one; longer sequences add up several
 _LARGEST_HEAD = 1024  # bytes of a head that kernels take: more features spill registers
@@ -21,7 +23,7 @@ class Attend(NamedTuple):
 
     Attributes:
       q: [B, S, heads, D].
-      k, v: [layers, B, C, kv heads, D], in the dtype of q: a cache in any layout, or the tokens' own, of one
+      k, v: [layers, B, C, kv heads, D], in the dtype of q or in FP8: a cache in any layout, or the tokens' own, of one
         layer.
       layer: int32 [], the layer of k and v; None for the first.
       offset: int32 [], the place in k of the first query, the others being at those after it; None for 0.
@@ -32,8 +34,8 @@ class Attend(NamedTuple):
     """
 
     q: jax.Array
-    k: jax.Array
-    v: jax.Array
+    k: Heads
+    v: Heads
     layer: jax.Array | None = None
     offset: jax.Array | None = None
     starts: jax.Array | None = None
@@ -79,7 +81,8 @@ def _result_types(
 
 def _plain(operands: Attend, scale: float, window: int | None, layout: CacheLayout | None = None) -> AttendedTokens:
     q, k, v, layer, offset, starts, is_local, sinks = operands
-    k, v = (keys_of(layout, array, 0 if layer is None else layer, window, is_local) for array in (k, v))
+    index = 0 if layer is None else layer
+    k, v = (dense(keys_of(layout, heads, index, window, is_local), q.dtype) for heads in (k, v))
     places = jnp.arange(q.shape[1], dtype=jnp.int32)[None]
     mask = Mask(places if offset is None else places + offset, starts, window, is_local)
     attended, logits = attend_by_mask(q, k, v, mask.sees(jnp.arange(k.shape[1], dtype=jnp.int32)), sinks, scale)
@@ -95,12 +98,13 @@ class _Tiles(NamedTuple):
     num_stages: int
 
 
-def _tiles(target: Target, block: int, dtype: jnp.dtype, block_keys: int, by_tma: bool) -> _Tiles:
+def _tiles(target: Target, block: int, dtype: jnp.dtype, block_keys: int, by_tma: bool, is_fp8: bool) -> _Tiles:
     """Tiles for heads of `block` features, by what was measured on Hopper; larger ones spill more registers."""
     tiles = tiles_of("attend_kernel", target)
-    programs = tiles["programs_by_tma"] if by_tma and block <= 128 else 1  # two of 4 warps may be faster than one of 8
-    is_wide = dtype == jnp.float32 or block > tiles["wide"]
-    queries = tiles["queries_of_widest" if block > 256 else "queries_of_wide" if is_wide else "queries"]
+    width = 2 * block if is_fp8 else block  # keys and values take registers as they are converted
+    programs = tiles["programs_by_tma"] if by_tma and width <= 128 else 1  # two of 4 warps may be faster than one of 8
+    is_wide = dtype == jnp.float32 or width > tiles["wide"]
+    queries = tiles["queries_of_widest" if width > 256 else "queries_of_wide" if is_wide else "queries"]
     row_bytes = block * dtype.itemsize
     room = target.shared_memory // programs - queries * row_bytes
     num_stages = max(1, min(tiles["stages"], room * 7 // 8 // (2 * block_keys * row_bytes)))
@@ -113,25 +117,30 @@ def _launch(
     from jgg.kernels.attend import attend_kernel
 
     batch, length, heads, features = operands.q.shape
-    slots, kv_heads = operands.k.shape[2:4]
+    (k, k_scales), (v, v_scales) = map(values_and_scales, (operands.k, operands.v))
+    slots, kv_heads = k.shape[2:4]
     capacity = slots if layout is None else layout.positions
     if not takes_heads_of(features, operands.q.dtype) or scale <= 0:
         return _plain(operands, scale, window, layout)
+    if k_scales is not None:
+        check_gpu(launcher.target)
     block, dtype = block_features(features), operands.q.dtype
     block_keys = keys_of_step(features, dtype)
-    is_aligned = features * dtype.itemsize % 16 == 0  # where a head begins, too: GPUs stop at other blocks of TMA
+    is_aligned = features * k.dtype.itemsize % 16 == 0  # where a head begins, too: GPUs stop at other blocks of TMA
     by_tma = launcher.target.has_tma and dtype != jnp.float32 and is_aligned
-    tiles = _tiles(launcher.target, block, dtype, block_keys, by_tma)
+    tiles = _tiles(launcher.target, block, dtype, block_keys, by_tma, k_scales is not None)
     types = _result_types(operands, scale, window)
-    descriptors, keys = {}, {"k": operands.k, "v": operands.v}
+    descriptors, keys = {}, {"k": k, "v": v}
     if by_tma:
-        rows = operands.k.shape[0] * operands.k.shape[1], slots, kv_heads * features
+        rows = k.shape[0] * k.shape[1], slots, kv_heads * features
         descriptors = dict.fromkeys("kv", matrices(rows, (block_keys, block)))
         keys = {name: array.reshape(rows) for name, array in keys.items()}
     launch = Launch(
         operands={
             **operands._asdict(),
             **keys,
+            "k_scales": k_scales,
+            "v_scales": v_scales,
             "firsts": None if layout is None else layout.firsts,
             "length": length,
             "capacity": capacity,
@@ -157,7 +166,7 @@ def _launch(
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         flops=2 * operands.q.size * capacity,
-        bytes_accessed=2 * (operands.q.size + batch * capacity * kv_heads * features) * dtype.itemsize,
+        bytes_accessed=2 * (operands.q.nbytes + batch * capacity * kv_heads * features * k.dtype.itemsize),
     )
     return AttendedTokens(**launcher.run(attend_kernel, launch))
 
@@ -167,6 +176,8 @@ def _merge_batch(
 ) -> AttendedTokens | None:
     """One product of all sequences, where only arrays that have an axis of sequences are batched."""
     if not (batched.q and batched.k and batched.v) or operands.k.shape[1] != 1:
+        return None
+    if isinstance(operands.k, QuantizedArray) or isinstance(operands.v, QuantizedArray):
         return None
     if batched.layer or batched.offset or batched.is_local or batched.sinks:
         return None

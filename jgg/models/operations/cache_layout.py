@@ -6,6 +6,8 @@ from typing import NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
+from jgg.models.operations.cached_heads import Heads
+
 _STEP = 64  # keys: a multiple of those of each step of the kernels
 
 
@@ -75,10 +77,15 @@ def place_of(
 
 
 def keys_of(
-    layout: CacheLayout | None, cache: jax.Array, layer: jax.Array | int, window: int | None, is_local: jax.Array | None
-) -> jax.Array:
+    layout: CacheLayout | None, cache: Heads, layer: jax.Array | int, window: int | None, is_local: jax.Array | None
+) -> Heads:
     """A layer's keys or values [B, positions, ...] in the order of positions; those with no slot are others'."""
-    if layout is None:
-        return cache[layer]
-    index, slots = place_of(layout, layer, jnp.arange(layout.positions, dtype=jnp.int32), window, is_local)
-    return cache[index].at[:, slots].get(mode="promise_in_bounds")
+
+    def of_layer(cache: jax.Array) -> jax.Array:
+        if layout is None:
+            return cache[layer]
+        index, slots = place_of(layout, layer, jnp.arange(layout.positions, dtype=jnp.int32), window, is_local)
+        return cache[index].at[:, slots].get(mode="promise_in_bounds")
+
+    own: Heads = jax.tree.map(of_layer, cache)
+    return own

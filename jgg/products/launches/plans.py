@@ -8,16 +8,12 @@ import dataclasses
 import math
 from typing import cast
 
-from jgg.core.gpu_target import Target
+from jgg.core.gpu_target import FP8_COMPUTE_CAPABILITY, Target
 from jgg.core.problem import FEW_ROWS, ROWS_OF_STORED, GroupedGemmProblem
 from jgg.core.quantized import BLOCK
 from jgg.launching.heuristic import plain_config, stored_config
 from jgg.launching.kernel_configs import KernelConfigDW, KernelConfigDX, KernelConfigForward
-from jgg.launching.requirements import (
-    FP8_COMPUTE_CAPABILITY,
-    multiplies_from_left,
-    why_not_quantized,
-)
+from jgg.launching.requirements import multiplies_from_left, why_not_quantized
 from jgg.launching.tuned_configs import choose_config
 from jgg.products.launches import column_parts
 from jgg.products.launches.activations import Hidden
