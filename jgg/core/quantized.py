@@ -318,8 +318,9 @@ def quantize(array: jax.Array, block: tuple[int, int], stored_as: Format) -> Qua
 def quantize_rows(array: jax.Array, stored_as: Format) -> QuantizedArray:
     """Quantizes an array [..., columns] with a scale for each row, whatever its number of columns: scales [..., 1]."""
     array = array.astype(jnp.float32)
-    highest = jnp.max(jnp.abs(array), axis=-1, keepdims=True)
-    highest = jnp.where(jnp.isnan(array).any(axis=-1, keepdims=True), jnp.nan, highest)  # as in `quantize`
+    # as XLA's maximum on a CPU leaves NaN out; a scale of infinity makes NaN of the row too
+    magnitudes = jnp.where(jnp.isnan(array), jnp.inf, jnp.abs(array))
+    highest = jnp.max(magnitudes, axis=-1, keepdims=True)
     return _quantized(array, highest, lambda scales: scales, stored_as)
 
 
