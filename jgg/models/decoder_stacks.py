@@ -141,7 +141,7 @@ class DecoderStacks(nnx.Module):
             window then keep little more than that. None for any number; all layers keep all positions.
           cache_dtype: float8_e4m3fn for keys and values in FP8, with a float32 scale for each token and key/value head;
             tokens then attend to rounded keys and values, their own included. None for the dtype of the computation.
-            States of recurrent layers stay as they are.
+            States of recurrent layers do not change.
 
         Raises:
           ValueError: cache_dtype with latent attention, with float16, or on a GPU below compute capability 8.9.

@@ -14,7 +14,7 @@ import jgg.models
 from jgg.cli import main
 from jgg.cli.generation import run, speaker
 from jgg.cli.generation.settings import MAX_NEW_TOKENS, settings_of
-from tests.support.models import folder_with_tokenizer
+from tests.support.models import DATA, folder_with_tokenizer
 from tests.support.processes import ROOT
 
 TEMPLATE = (
@@ -174,6 +174,20 @@ def test_samples_end_at_a_text_which_may_end_inside_a_token(folder, generate):
     assert [sample["tokens"] for sample in printed["samples"]] == new
     assert (printed["prompt"], printed["prompt_tokens"], printed["adapter"]) == ("t5 t6 t7", 3, None)
     assert printed["speed"]["prefill"] > 0 and printed["speed"]["decode"] > 0
+
+
+def test_caches_in_fp8(folder, generate, capsys):
+    new = jgg.models.generate(jgg.models.load(folder), [[5, 6, 7]], 5, cache_dtype="float8_e4m3fn")[0].tolist()
+    arguments = ["--prompt", "t5 t6 t7", "--max-new-tokens", "5", "--cache-dtype"]
+    (sample,) = json.loads(generate(folder, *arguments, "float8_e4m3fn", "--json"))["samples"]
+    assert sample["tokens"] == new[: len(sample["tokens"])] != []
+    with pytest.raises(SystemExit):
+        main(["generate", str(folder), *arguments, "fp8"])
+    assert "argument --cache-dtype: invalid choice: 'fp8'" in capsys.readouterr().err
+    latents = DATA / "deepseek_v3"
+    with pytest.raises(SystemExit):
+        main(["generate", str(latents), *arguments, "float8_e4m3fn"])
+    assert "cache_dtype must be None with latent attention" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):

@@ -250,6 +250,7 @@ WRONG = {
     "argument --samples: must be 2 or more, got 1": ["--samples", "1"],
     "--delta must be above 1 + HIGH of --clip, 1.28, got 1.2": ["--delta", "1.2"],
     "--rows must be at least --samples, 16, got 8": ["--rows", "8"],
+    "--cache-dtype must be left out with --batch-invariant": ["--cache-dtype", "float8_e4m3fn", "--config", "own.toml"],
     "argument --kl: must be 0 or more and finite, got -1.0": ["--kl", "-1"],
     "argument --temperature: must be greater than 0 and finite, got 0.0": ["--temperature", "0"],
     "--reward must be exact, number, FILE.py or FILE.py:NAME, got best": ["--reward", "best"],
@@ -287,6 +288,7 @@ def test_what_is_wrong_is_named_before_there_is_a_model(message, error):
     write("bare.jsonl", [{"prompt": "t5"}])
     write("lists.jsonl", [{"prompt": "t5", "answer": ["t6"]}])
     Path("solution.py").write_text("def reward(completions, solution): ...")
+    Path("own.toml").write_text("batch_invariant = true\n")
     write("chat.jsonl", [{"prompt": [{"role": "user", "content": "t5"}]}])
     assert message in error(*WRONG[message])
 

@@ -270,3 +270,13 @@ def test_what_is_wrong_is_said(folder):
     lm = made_of(folder)
     with pytest.raises(ValueError, match=r"must have eos_token_id in generation_config\.json, got none"):
         lm.loglikelihood(instances("loglikelihood", ("", "t3")))
+
+
+def test_caches_in_fp8(folder):
+    lm = made_of(folder, cache_dtype="float8_e4m3fn")
+    requests = instances("generate_until", ("t3 t4 t5", {"until": [], "max_gen_toks": 4}))
+    (text,) = lm.generate_until(requests, disable_tqdm=True)
+    new = generate(loaded("qwen3_moe"), [[3, 4, 5]], 4, cache_dtype="float8_e4m3fn")[0].tolist()
+    assert numbers(text) == new[: len(numbers(text))] != []
+    with pytest.raises(TypeError, match=r"cache_dtype must be one of float8_e4m3fn, got float16."):
+        made_of(folder, cache_dtype="float16")

@@ -278,6 +278,13 @@ def check_generation():
         np.testing.assert_array_equal(getattr(got, name), getattr(want, name))
     for name in ("log_probabilities", "sampled_log_probabilities"):
         np.testing.assert_allclose(getattr(got, name), getattr(want, name), rtol=0, atol=1e-5)
+    in_fp8 = {**options, "cache_dtype": "float8_e4m3fn"}
+    got_fp8, want_fp8 = (jgg.models.generate(each, TOKENS[:3], 4, **in_fp8) for each in (model, whole))
+    # what differs by rounding may be kept as neighbouring numbers
+    assert np.mean(got_fp8.tokens == want_fp8.tokens) >= 0.9
+    assert np.median(np.abs(got_fp8.log_probabilities - want_fp8.log_probabilities)) < 1e-4
+    caches = jax.jit(lambda model: model.empty_caches(8, 9, cache_dtype="float8_e4m3fn"))(model)
+    assert all(leaf.sharding.shard_shape(leaf.shape)[1] == 2 for leaf in jax.tree.leaves(caches))
     number = decoding.start.num_compiled(), decoding.advance.num_compiled()
     stream = jgg.models.stream(model, TOKENS[:3], 4, **options, chunk=1)
     assert [new.shape for new in stream] == [(6, 1)] * 4

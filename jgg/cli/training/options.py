@@ -56,8 +56,8 @@ class Experts(Model):
 class Caches(Options):
     """How keys and values are kept while a model generates."""
 
-    cache_dtype: str | None = _model("of cached keys and values; FP8 takes half the memory and rounds them",
-        choices=CACHE_DTYPES, shown="that of the computation")
+    cache_dtype: str | None = _model("cached keys and values in FP8: half the memory, but rounded",
+        choices=CACHE_DTYPES, shown="as the computation")
 
 
 @dataclasses.dataclass(kw_only=True)
