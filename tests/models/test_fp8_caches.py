@@ -115,6 +115,18 @@ def test_a_token_attends_to_what_the_cache_has(case, implementation):
         np.testing.assert_array_equal(*(np.where(kept, each, 0) for each in values))
 
 
+def close_in_bfloat16(got, want):
+    np.testing.assert_allclose(np.asarray(got, np.float32), want, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", CASES)
+def test_a_token_attends_to_what_the_cache_has_on_a_gpu(case):
+    k, v = (heads_of((B, C, KV_HEADS, D), seed=seed).astype(jnp.bfloat16) for seed in (0, 1))
+    results, want = attend_one("triton", k, v, CASES[case], compute=jnp.bfloat16)
+    close_in_bfloat16(results.attended[:, None], want(rounded(k), rounded(v)))
+
+
 @pytest.mark.interpret
 @pytest.mark.parametrize("case", [name for name in CASES if name != "chunks"])
 def test_a_piece_of_a_prompt_attends_to_what_the_cache_has(case):
@@ -133,6 +145,21 @@ def test_a_piece_of_a_prompt_attends_to_what_the_cache_has(case):
     for attended, log_sums in (got, plain):
         np.testing.assert_allclose(attended, want, rtol=0, atol=1e-5)
         np.testing.assert_allclose(log_sums, plain.log_sums, rtol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("case", [name for name in CASES if name != "chunks"])
+def test_a_piece_of_a_prompt_on_a_gpu(case):
+    options, (length, start) = CASES[case], (20, 500)
+    parameters, sinks, local = operands_of(options)
+    k, v = (heads_of((B, C, KV_HEADS, D), seed=seed).astype(jnp.bfloat16) for seed in (0, 1))
+    caches = [cached(heads, jnp.full(B, start + length), FP8, options) for heads in (k, v)]
+    q = heads_of((B, length, HEADS, D), seed=2).astype(jnp.bfloat16)
+    operands = Attend(q, *caches, jnp.int32(LAYER), jnp.int32(start), is_local=local, sinks=sinks)
+    got = ATTEND(How("triton", current_target()), operands, **parameters, layout=options.get("layout"))
+    positions = np.broadcast_to(start + np.arange(length), (B, length))
+    want = {name: options[name] for name in ("window", "is_local") if name in options}
+    close_in_bfloat16(got.attended, by_definition(q, rounded(k), rounded(v), positions, sinks=sinks, **want))
 
 
 def error_of(outlier, dtype):
@@ -190,10 +217,16 @@ def test_results_do_not_depend_on_pieces_and_rows(family):
     assert np.median(np.abs(rounding)) > 0.005
 
 
-@pytest.mark.interpret
-def test_a_token_has_the_same_bits_in_any_batch():
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param({"implementation": "interpret"}, marks=pytest.mark.interpret, id="interpreted"),
+        pytest.param({"dtype": jnp.bfloat16}, marks=pytest.mark.gpu, id="on a GPU"),
+    ],
+)
+def test_a_token_has_the_same_bits_in_any_batch(options):
     """By the kernels, alone and among others, and in pieces of a prompt and as a whole."""
-    model = loaded("gpt_oss", implementation="interpret", batch_invariant=True)
+    model = loaded("gpt_oss", batch_invariant=True, **options)
     prompts, lengths = PROMPTS[:3, :40], np.array([40, 3, 37])
     run = functools.partial(generate, model, cache_dtype=FP8, details=True)
     want = run(prompts, 4, lengths=lengths)
