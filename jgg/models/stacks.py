@@ -192,7 +192,9 @@ def run(stacks: Sequence[Stack], x: jax.Array, caches: Caches | None) -> tuple[j
     options, repeats = stacks[0].options, stacks[0].repeats
     is_loop = options.unroll == 1 and (len(stacks) == 1 or repeats > 1)
     states = {stack.plan.name: stack.of_period for stack in stacks if not stack.offset}
-    layers = [_rematerialized(stack, states[stack.plan.name], is_loop) for stack in stacks]
+    # XLA may compute all layers of a period again before it takes the gradients of one, and so needs memory for all
+    waits = not is_loop or (len(stacks) > 1 and options.remat in ("all", "offload"))
+    layers = [_rematerialized(stack, states[stack.plan.name], waits) for stack in stacks]
 
     def body(carry: Carry, inputs: Inputs) -> tuple[Carry, Sown]:
         (x, caches, number), (states, are_local, choices) = carry, inputs
@@ -259,7 +261,7 @@ def _merged(graphdef: nnx.GraphDef[Layer], state: State) -> State:
     return nnx.state(layer)
 
 
-def _rematerialized(stack: Stack, own: State, is_loop: bool) -> Callable[..., tuple[jax.Array, Cache, Sown]]:
+def _rematerialized(stack: Stack, own: State, waits: bool) -> Callable[..., tuple[jax.Array, Cache, Sown]]:
     """A layer whose backward pass computes again what `options.remat` does not keep.
 
     No policy can keep 8-bit floats: JAX passes what it keeps through `reduce_precision`, which turns those of 256 and
@@ -268,8 +270,8 @@ def _rematerialized(stack: Stack, own: State, is_loop: bool) -> Callable[..., tu
 
     Args:
       own: the parameters of the stack's layers in the period.
-      is_loop: whether forward and backward pass are loops: only these keep XLA from merging what the backward pass
-        computes again with what the forward pass computed.
+      waits: whether what the backward pass computes again waits for the gradient of the layer's result. Where forward
+        and backward pass are not loops, it must, or XLA merges it with what the forward pass computed.
     """
     options, is_sliced = stack.options, stack.stride > 1
     if options.remat == "none" and is_sliced and _has_float8(own):
@@ -289,7 +291,7 @@ def _rematerialized(stack: Stack, own: State, is_loop: bool) -> Callable[..., tu
         again = ("custom_jvp_call", "dynamic_slice", "squeeze") * is_sliced
         again += ("sharding_constraint", "pvary", "pcast") * is_gathered
         policy = functools.partial(_is_kept, again)
-    return jax.checkpoint(stack.__call__, policy=policy, prevent_cse=not is_loop)
+    return jax.checkpoint(stack.__call__, policy=policy, prevent_cse=waits)
 
 
 def _has_float8(state: State) -> bool:

@@ -127,6 +127,13 @@ def test_what_a_layer_takes_is_kept_on_the_host():
     assert kept == {"all": [], "offload": [f"2,{batch},{length - 1},32"]}
 
 
+@pytest.mark.parametrize(("family", "waits"), [("qwen3_next", True), ("qwen3_moe", False)])
+def test_layers_of_a_period_are_computed_again_one_after_the_other(family, waits):
+    graphdef, state = nnx.split(loaded(family, remat="all"))
+    program = jax.make_jaxpr(lambda state: loss_of(nnx.merge(graphdef, state), reference(family)["tokens"]))(state)
+    assert ("prevent_cse=False" not in str(program)) == waits  # as the programs of other parts never are
+
+
 @pytest.mark.sweep
 def test_rematerialization_saves_memory_without_a_loop_too():
     tokens, sizes = jnp.zeros((4, 256), jnp.int32), {"num_hidden_layers": 4, "hidden_size": 128, "head_dim": 64}
