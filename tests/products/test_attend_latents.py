@@ -7,11 +7,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import jgg
 from jgg.core.gpu_target import current_target
 from jgg.launching.choice import How
 from jgg.models.operations import attend_latents
 from jgg.models.operations.attend_latents import ATTEND_LATENTS, AttendLatents
 from jgg.models.operations.attend_latents_one import ATTEND_LATENTS_ONE, AttendLatentsOne
+from tests.support.lowering import lower
 from tests.support.marks import EVERYWHERE, KERNELS
 
 # heads, rank, rest, capacity, positions
@@ -163,3 +165,14 @@ def test_a_token_has_the_same_bits_alone_and_among_others(sizes, implementation,
     packed = attend(AttendLatents(q, latents, starts=starts)).summed
     np.testing.assert_array_equal(packed[0, :first], whole[0, :first])
     np.testing.assert_array_equal(packed[0, first:], whole[1])
+
+
+def test_latents_without_a_tile_are_refused():
+    """Not left to plain JAX, where a token's bits depend on its batch."""
+    q, latents = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((1, 9, 4, 320), (1, 1, 9, 1, 320)))
+    with (
+        jgg.target(89),
+        pytest.raises(ValueError, match=r"batch_invariant must be False for latents of 320 .* float32"),
+    ):
+        attend = functools.partial(ATTEND_LATENTS, How("triton", current_target()), scale=SCALE, rank=256)
+        lower(attend, AttendLatents(q, latents))

@@ -96,8 +96,11 @@ def _launch(launcher: Launcher, operands: AttendLatents, scale: float, rank: int
 
     (batch, length, heads, features), capacity, dtype = operands.q.shape, operands.latents.shape[2], operands.q.dtype
     tile = tile_of(launcher.target, rank, features, dtype, scale)
-    if tile is None:
-        return _plain(operands, scale, rank)
+    if tile is None:  # plain JAX would give a token other bits in another batch
+        raise ValueError(
+            f"batch_invariant must be False for latents of {features} features in {dtype} on this GPU, whose "
+            f"{launcher.target.shared_memory} bytes of shared memory hold no tile of them."
+        )
     launch = Launch(
         operands={**operands._asdict(), "length": length, "capacity": capacity},
         outputs=_types(operands, scale, rank)._asdict(),
