@@ -23,6 +23,7 @@ from jgg.hf.files import (
     read_object,
     read_tensor,
     read_weight_map,
+    unread_tensor,
 )
 from jgg.hf.quantized import ALL, Quantization, QuantizedTensors, quantization
 from jgg.hf.tensors import SELECTION_BIAS, Tensor
@@ -272,3 +273,13 @@ class Checkpoint(Mapping[str, np.ndarray]):
             return block + router.names[0] in self
 
         return [layer for layer in sorted(numbers) if has_router(layer)]
+
+
+class UnreadCheckpoint(Checkpoint):
+    """A `Checkpoint` that reads headers alone: its tensors have shapes and dtypes, but no values."""
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """The shape and dtype of a tensor, in an array that takes no memory."""
+        path = self.path_of(name)
+        with opened(path) as file:
+            return unread_tensor(file, path, self._stored[name])

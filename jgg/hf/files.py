@@ -19,7 +19,19 @@ if TYPE_CHECKING:
     from safetensors import safe_open
 
 DTYPES = "F64", "F32", "F16", "BF16"  # of weights, and of scales in FP8 folders, as safetensors names them
-_FLOAT8 = {"F8_E4M3": jnp.float8_e4m3fn, "F8_E5M2": jnp.float8_e5m2, "F8_E8M0": jnp.float8_e8m0fnu}
+_FLOAT8: dict[str, DTypeLike] = {
+    "F8_E4M3": jnp.float8_e4m3fn,
+    "F8_E5M2": jnp.float8_e5m2,
+    "F8_E8M0": jnp.float8_e8m0fnu,
+}
+_OTHERS: dict[str, DTypeLike] = {
+    "F64": np.float64,
+    "F32": np.float32,
+    "F16": np.float16,
+    "BF16": jnp.bfloat16,
+    "U8": np.uint8,
+}
+_UNREAD = bytes(8)  # the values of arrays that stand for tensors which are not read
 
 
 class Header(NamedTuple):
@@ -102,6 +114,25 @@ def _read_float8(path: Path, name: str, dtype: DTypeLike) -> np.ndarray:
         begin, end = tensor["data_offsets"]
         values = np.fromfile(file, np.uint8, end - begin, offset=begin)
     return values.view(dtype).reshape(tensor["shape"])
+
+
+def unread_tensor(file: "safe_open", path: Path, name: str) -> np.ndarray:
+    """Stands for a tensor that `read_tensor` would read: has its shape and dtype, see `unread`."""
+    own = file.get_slice(name)
+    dtype = (_OTHERS | _FLOAT8).get(own.get_dtype())
+    if dtype is None:
+        raise ValueError(f"{name} of {path} must have one of the dtypes {(*_OTHERS, *_FLOAT8)}, got {own.get_dtype()}.")
+    return unread(tuple(own.get_shape()), dtype)
+
+
+def unread(shape: tuple[int, ...], dtype: DTypeLike) -> np.ndarray:
+    """An array that is only a shape and a dtype: all its values are the same bytes, so it takes no memory."""
+    return np.ndarray(shape, dtype, _UNREAD, strides=(0,) * len(shape))
+
+
+def is_unread(array: np.ndarray) -> bool:
+    """Whether `unread` made an array, or one that it is a view of."""
+    return np.may_share_memory(array, np.frombuffer(_UNREAD, np.uint8))
 
 
 def check_names(

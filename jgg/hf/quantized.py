@@ -9,7 +9,7 @@ import numpy as np
 from jgg.core import mxfp4
 from jgg.core.mxfp4 import GROUP
 from jgg.core.quantized import BLOCK, E4M3, scaled, scales_shape
-from jgg.hf.files import DTYPES, Header, as_weights, shape_of
+from jgg.hf.files import DTYPES, Header, as_weights, is_unread, shape_of, unread
 from jgg.hf.settings import language_model
 
 ALL = 2**31  # how many rows or columns a block has that has all of them
@@ -50,6 +50,9 @@ class Quantization:
 
     def dequantize(self, name: str, values: np.ndarray, scales: np.ndarray) -> np.ndarray:
         """Returns the tensor with these values and scales, in bfloat16."""
+        if is_unread(values):
+            shape = mxfp4.unpacked_shape(values.shape, -2) if self.is_packed else values.shape
+            return unread(shape, jnp.bfloat16)
         if self.is_packed:
             values = _NUMBERS[mxfp4.unpacked_codes(values, -2, np)]
             scales = scales.view(jnp.float8_e8m0fnu).astype(np.float32)

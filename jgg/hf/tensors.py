@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from jgg.hf.files import check_shape
+from jgg.hf.files import check_shape, is_unread, unread
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,10 +46,15 @@ class Tensor:
     def filled(
         self, block: str, shape: tuple[int, ...], read: Callable[[str], np.ndarray], what: str = ""
     ) -> np.ndarray:
-        """Reads the parts of a parameter and joins them to an array of `shape`; `what` precedes names in messages."""
+        """Reads the parts of a parameter and joins them to an array of `shape`; `what` precedes names in messages.
+
+        If the first part is `unread`, so is the array, and the others are not looked at.
+        """
         first_part, first_shape = next(self.shapes(block, shape))
         first = np.asarray(read(first_part))
         check_shape(what + first_part, first, first_shape)
+        if is_unread(first):
+            return unread(shape, first.dtype)
         array = np.empty(shape, first.dtype)
         for part, target in self.parts(block, array):
             value = first if part == first_part else np.asarray(read(part))

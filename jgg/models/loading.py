@@ -20,7 +20,7 @@ from jgg.core.mxfp4 import GROUP
 from jgg.core.quantized import QuantizedArray, WeightForms
 from jgg.core.terminal import rich_console
 from jgg.experts.sharding import MoESharding
-from jgg.hf.checkpoints import Checkpoint, read_config, read_params
+from jgg.hf.checkpoints import Checkpoint, UnreadCheckpoint, read_config, read_params
 from jgg.hf.family import FREQUENCIES, Family
 from jgg.hf.files import DTYPES, Header, check_names, errors_with
 from jgg.hf.hub import folder_of
@@ -57,6 +57,7 @@ def load(
     sharding: MoESharding | None = None,
     rngs: nnx.Rngs | None = None,
     show_progress: bool = True,
+    abstract: bool = False,
 ) -> Decoder:
     """Loads a model from a folder with config.json and safetensors files, as Hugging Face's transformers writes them.
 
@@ -84,19 +85,23 @@ def load(
         as in `jgg.models.Decoder`.
       rngs: random number generators for new LoRA adapters, by default `nnx.Rngs(0)`.
       show_progress: whether to show a progress bar on stderr, if that is a terminal.
+      abstract: return the model without values, as from `nnx.eval_shape`: its variables hold jax.ShapeDtypeStructs of
+        the shapes and dtypes that loading gives. Only config.json and the headers are read.
 
     Raises:
       FileNotFoundError: the folder, config.json or a file of tensors is missing, or the Hub has no such model.
       PermissionError, ConnectionError, ImportError: the model cannot be fetched, as `jgg.hf.download` says.
       ValueError: `jgg.models.model_config` does not accept config.json; a file is damaged or is a pipe, or the index
-        leads out of the folder; experts is "mxfp4" and their sizes are no multiples of 32; or a tensor is missing, is
-        not expected, has a wrong shape or does not hold floats. The
-        message names the file and the key or tensor.
+        leads out of the folder; experts is "mxfp4" and their sizes are no multiples of 32; abstract is True with a
+        sharding; or a tensor is missing, is not expected, has a wrong shape or does not hold floats. The message names
+        the file and the key or tensor.
     """
+    abstract = as_flag("abstract", abstract)
+    check(not abstract or sharding is None, "abstract must be False with a sharding, got True.")
     is_known = experts in ("dense", "as stored", MXFP4) if isinstance(experts, str) else isinstance(experts, Fp8)
     check(is_known, f"experts must be 'dense', 'as stored', 'mxfp4' or a jgg.Fp8, got {experts!r}.")
     folder = folder_of(folder)
-    checkpoint, content = Checkpoint(folder), read_config(folder)
+    checkpoint, content = (UnreadCheckpoint if abstract else Checkpoint)(folder), read_config(folder)
     with errors_with(checkpoint.path / "config.json"):
         config = model_config(content)
     if experts == MXFP4:
@@ -131,6 +136,10 @@ def load(
     model.config = dataclasses.replace(config, left_out=reader.left_out)
     for name, value in reader.ends():
         getattr(model, name).set_value(value)
+    if abstract:
+        for stack in stacks(model):
+            _describe(stack, reader)
+        return model
     with _progress(config.num_layers, show_progress) as advance:
         for stack in stacks(model):
             _fill(stack, reader, advance)
@@ -243,8 +252,23 @@ class _Reader:
                 yield f"moe.{name}", self._placed(f"moe.{name}", param)
 
     def _placed(self, name: str, value: np.ndarray | QuantizedArray) -> Param:
-        """A parameter on its devices, in the dtype that `load` says."""
+        """A parameter on its devices, as `load` says it is stored; only its shapes and dtypes if nothing is read."""
         own, options = name.rpartition(".")[2], self.model.options
+        stored = functools.partial(self._stored, own)
+        if isinstance(self.checkpoint, UnreadCheckpoint):
+            described: Param = jax.eval_shape(stored, value)
+            return described
+        param = stored(value)
+        if options.sharding is None or isinstance(param, WeightForms):
+            placed: Param = jax.device_put(param)
+            return placed
+        spec = spec_of(tuple(name.split(".")), param.shape, options.sharding)
+        options.sharding.check_split(name, param, spec)
+        return jax.tree.map(functools.partial(put, place=options.sharding.named(spec)), param)
+
+    def _stored(self, own: str, value: np.ndarray | QuantizedArray) -> np.ndarray | QuantizedArray | WeightForms:
+        """A parameter of a name of its own as `load` says that it is stored: its dtype, and how it is quantized."""
+        options = self.model.options
         if not isinstance(value, QuantizedArray):
             value = self._cast(own, value)
             is_of_experts = own in OF_EXPERTS and value.ndim == 3
@@ -254,11 +278,7 @@ class _Reader:
                 value = quantize_weights(jnp.asarray(value), power_of_2_scales=self.experts.power_of_2_scales)
                 if options.batch_invariant and options.sharding is None:  # all that `put_forms` would make of it
                     return WeightForms(None, value.mT)
-        if options.sharding is None:
-            return jax.device_put(value)
-        spec = spec_of(tuple(name.split(".")), value.shape, options.sharding)
-        options.sharding.check_split(name, value, spec)
-        return jax.tree.map(functools.partial(put, place=options.sharding.named(spec)), value)
+        return value
 
     def _cast(self, name: str, value: np.ndarray) -> np.ndarray:
         dtype = jnp.dtype(jnp.float32 if name == "selection_bias" else self.model.options.param_dtype)
@@ -282,12 +302,24 @@ def _fill(stack: Stack, reader: _Reader, advance: Callable[[], None]) -> None:
             stacked[name] = _with_layer(stacked.get(name), value, index, count=count, where=where)
         advance()
     for name, value in stacked.items():
-        path = name.split(".")
-        module, own = module_of(stack.layers, path), path[-1]
-        if isinstance(value, QuantizedArray | WeightForms):
-            setattr(module, own, Frozen(value))
-        else:
-            getattr(module, own).set_value(value)
+        _set(stack, name, value)
+
+
+def _describe(stack: Stack, reader: _Reader) -> None:
+    """Sets the stacked layers' parameters to their shapes and dtypes, by the headers of the first layer."""
+    count = stack.plan.count
+    for name, value in reader.layer(stack, stack.plan.numbers[0]):
+        _set(stack, name, jax.tree.map(lambda part: jax.ShapeDtypeStruct((count, *part.shape), part.dtype), value))
+
+
+def _set(stack: Stack, name: str, value: Param) -> None:
+    """Sets a parameter of stacked layers."""
+    path = name.split(".")
+    module, own = module_of(stack.layers, path), path[-1]
+    if isinstance(value, QuantizedArray | WeightForms):
+        setattr(module, own, Frozen(value))
+    else:
+        getattr(module, own).set_value(value)
 
 
 def _check_dtypes(name: str, stacked: object, layer: object, number: int) -> None:
