@@ -8,9 +8,10 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from benchmarks.memory import Memory, peak_bytes, planned_memory
+from benchmarks.memory import peak_bytes
 from jgg.core.choices import OPS
 from jgg.core.problem import GroupedGemmProblem
+from jgg.core.program_memory import Memory, planned_memory
 from jgg.experts.moe import moe_mlp
 from jgg.experts.router.logits import router_logits
 from jgg.experts.router.routing import Routing, route, sort_by_expert

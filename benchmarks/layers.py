@@ -31,7 +31,6 @@ from benchmarks.layer import (
 )
 from benchmarks.layer_peers import LAYER_PEERS, LayerPeer, measure_peer
 from benchmarks.layer_roofline import dense_times, least_layer_seconds, parts_of
-from benchmarks.memory import Memory
 from jgg.cli import options
 from jgg.cli import run as run_command
 from jgg.cli.arguments import prefix
@@ -42,6 +41,7 @@ from jgg.cli.errors import INTERRUPTED, UsageError
 from jgg.cli.output import Output
 from jgg.core.choices import FP8
 from jgg.core.files import replace_text
+from jgg.core.program_memory import Memory
 from jgg.experts.router.routing import route
 from jgg.linear.fp8 import Fp8
 from jgg.tuning.roofline import copy_bandwidth, percent_of_roofline

@@ -24,7 +24,6 @@ import numpy as np
 from flax import nnx
 
 import jgg.models
-from benchmarks.memory import planned_memory
 from benchmarks.model_configs import config_of
 from benchmarks.traces import Shares, shares_of
 from benchmarks.training_step import (
@@ -40,6 +39,7 @@ from jgg.cli import run as run_command
 from jgg.cli.arguments import new_file, positive_int
 from jgg.cli.console import print_table
 from jgg.cli.errors import UsageError
+from jgg.core.program_memory import planned_memory
 from jgg.train.meter import Meter, Speed
 
 

@@ -6,7 +6,7 @@ import math
 import re
 import zlib
 
-from benchmarks.memory import Memory, planned_memory
+from jgg.core.program_memory import Memory, planned_memory
 
 _ARRAY = re.compile(r"\b(pred|[a-z]+(\d+)[a-z0-9]*)\[([\d,]*)\]")
 _COMPUTATION = re.compile(r"^(?:ENTRY )?%(\S+) \(.*\{$")

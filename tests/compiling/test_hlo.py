@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from benchmarks.memory import Memory, planned_memory
 from benchmarks.models import RUNS, options_of
+from jgg.core.program_memory import Memory, planned_memory
 from tools import collectives, compiled_step
 from tools.collectives import Collective
 from tools.hlo import loops_of
