@@ -4,13 +4,12 @@ A command's options are a dataclass, whose attribute `module` names the module t
 """
 
 import contextlib
-import io
 import os
 import sys
-import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from jgg.cli.console import held_back
 from jgg.cli.errors import INTERRUPTED, UsageError, import_with_extra
 from jgg.cli.memory import take_most
 from jgg.cli.parsing import parse
@@ -24,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # parse ends the process after help or a mistake
     args = parse(sys.argv[1:] if arguments is None else arguments)
     take_most()
-    with _held_back() as notes:
+    with held_back() as notes:
         import jax
 
         from jgg.cli.info import has_nvidia_gpu
@@ -85,27 +84,3 @@ def _has_device():
         return bool(jax.devices())
     except (RuntimeError, AssertionError):
         return False
-
-
-@contextlib.contextmanager
-def _held_back() -> Iterator:
-    """Redirects stderr, C++'s too, to a temporary file and yields it; at the end its content goes to stderr.
-
-    If no temporary file can be made, as on a full disk, stderr is not redirected.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            notes = stack.enter_context(tempfile.TemporaryFile())
-        except OSError:
-            yield io.BytesIO()
-            return
-        stderr = os.dup(2)
-        os.dup2(notes.fileno(), 2)
-        try:
-            yield notes
-        finally:
-            sys.stderr.flush()
-            os.dup2(stderr, 2)
-            os.close(stderr)
-            notes.seek(0)
-            os.write(2, notes.read())

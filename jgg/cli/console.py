@@ -1,9 +1,16 @@
-"""Shows numbers, tables and progress. rich is imported only where it is used, because --help does not need it."""
+"""Shows numbers, tables and progress, and holds back what libraries write.
+
+rich is imported only where it is used, because --help does not need it.
+"""
 
 import contextlib
+import io
 import math
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import IO
 
 from jgg.core.terminal import rich_console
 
@@ -53,3 +60,27 @@ def progress(total: int, quiet: bool = False) -> Iterator[Callable]:
     with bar:
         task = bar.add_task("", total=total)
         yield lambda text, steps=0: bar.update(task, description=text, advance=steps, refresh=True)
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[IO[bytes]]:
+    """Redirects stderr, C++'s too, to a temporary file and yields it; at the end its content goes to stderr.
+
+    If no temporary file can be made, as on a full disk, stderr is not redirected.
+    """
+    with contextlib.ExitStack() as stack:
+        try:
+            notes = stack.enter_context(tempfile.TemporaryFile())
+        except OSError:
+            yield io.BytesIO()
+            return
+        stderr = os.dup(2)
+        os.dup2(notes.fileno(), 2)
+        try:
+            yield notes
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            notes.seek(0)
+            os.write(2, notes.read())

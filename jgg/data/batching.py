@@ -19,7 +19,7 @@ from jgg.data.tokenizers import Tokenizer, special_token
 Path = str | os.PathLike[str]
 Paths = Path | Sequence[Path]
 
-_DTYPES = {"tokens": np.int32, "targets": np.int32, "segments": np.int32, "weights": np.float32}
+DTYPES = {"tokens": np.int32, "targets": np.int32, "segments": np.int32, "weights": np.float32}
 
 
 class Batches:
@@ -78,7 +78,7 @@ class Batches:
             raise IndexError(f"index must be at least 0 and, without a seed, below {len(self)}, got {index}")
         sequences = self._sequences(index)
         batch: dict[str, np.ndarray] = {
-            name: np.zeros((self._per_batch, self._shape[2]), dtype) for name, dtype in _DTYPES.items()
+            name: np.zeros((self._per_batch, self._shape[2]), dtype) for name, dtype in DTYPES.items()
         }
         for name, array in batch.items():
             array[: len(sequences)] = [sequence[name] for sequence in sequences]
@@ -211,7 +211,7 @@ class _Sequences:
         return len(self._bounds) - 1
 
     def __getitem__(self, index: int) -> dict[str, np.ndarray]:
-        sequence = {name: np.zeros(self._length, dtype) for name, dtype in _DTYPES.items()}
+        sequence = {name: np.zeros(self._length, dtype) for name, dtype in DTYPES.items()}
         start, numbers = 0, self._order[self._bounds[index] : self._bounds[index + 1]]
         sequence["num_bytes"] = np.dot(self._store.num_bytes[numbers], self._store.weights[numbers].astype(np.float64))
         for segment, number in enumerate(numbers, 1):

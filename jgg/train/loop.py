@@ -33,7 +33,7 @@ from jgg.train.state import (
     set_named,
     split,
 )
-from jgg.train.steps import Batch, Loss, Step, changed_by, step_of
+from jgg.train.steps import Batch, Loss, Step, changed_by, lowered, step_of
 
 _OPTIMIZER = "optimizer."  # before the names of arrays
 
@@ -284,10 +284,8 @@ class Trainer[Model: nnx.Module, Metrics]:
 
     def _compiled(self, graphdef: nnx.GraphDef[Model], state: State, frozen: State, batch: Batch) -> Step[Metrics]:
         step = step_of(graphdef, self._optimizer, self._loss, self._accumulate, self._wrt, self._changed)
-        shardings = jax.tree.map(lambda a: a.sharding, (state, self._opt_state))
         options = compiler_options(num_gathering(self.model))
-        jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, self._everywhere), compiler_options=options)
-        return jitted.lower((state, self._opt_state), frozen, batch).compile()
+        return lowered(step, (state, self._opt_state), frozen, batch, options, self._everywhere).compile()
 
     def _check_trained(self, params: State) -> None:
         """Raises ValueError unless the optimizer's state fits the trained variables."""

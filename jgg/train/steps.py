@@ -1,7 +1,7 @@
 """The training step: a function of a model's state, the optimizer's state and a batch."""
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import jax
@@ -72,6 +72,25 @@ def step_of[Model: nnx.Module, Metrics](
         return (nnx.merge_state(new, rest), opt_state), (jnp.where(is_finite, value, jnp.nan), metrics)
 
     return step
+
+
+def lowered[Metrics](
+    step: Step[Metrics],
+    own: Own,
+    frozen: State,
+    batch: Batch,
+    options: Mapping[str, object],
+    everywhere: jax.sharding.Sharding | None = None,
+) -> jax.stages.Lowered:
+    """Lowers a step, which writes what it replaces over `own`; all arguments may be shapes with shardings.
+
+    Args:
+      options: of XLA.
+      everywhere: where the loss and the metrics are; by default on the one device.
+    """
+    shardings = jax.tree.map(lambda a: a.sharding, own)
+    jitted = jax.jit(step, donate_argnums=0, out_shardings=(shardings, everywhere), compiler_options=dict(options))
+    return jitted.lower(own, frozen, batch)
 
 
 def changed_by[Model: nnx.Module, Metrics](

@@ -13,9 +13,10 @@ import jgg.hf
 import jgg.models
 from jgg.cli.errors import UsageError, one_line
 from jgg.cli.folders import model_folder
-from jgg.cli.training import devices, folders, loop
+from jgg.cli.training import devices, folders, loop, plan
 from jgg.cli.training.results import AdapterOutput, write_model
 from jgg.experts.sharding import MoESharding
+from jgg.hf.quantized import quantization
 from jgg.models.loading import EXPERTS_BY_NAME
 
 
@@ -28,6 +29,8 @@ def run(args, load: Callable[..., jgg.models.Decoder] | None = None) -> int:
     """
     devices.join(args)
     args.learning_rate = args.learning_rate or (1e-5 if args.full else 2e-4)
+    if args.plan:
+        return _plan(args)
     return train(args, lambda folder, config: loop.prepare(args, folder, folder, config), load)
 
 
@@ -47,6 +50,22 @@ def train(
         place = output.write(model, training.data.end_tokens)
     loop.say(args, f"wrote {place}")
     return code
+
+
+def _plan(args) -> int:
+    """Says what memory a step needs; returns the exit code, see `plan.run`."""
+    with one_line():
+        folder = model_folder(args.model)
+        _check(args, AdapterOutput(args.output, args.checkpoints))
+        config = jgg.models.model_config(jgg.hf.read_config(folder))
+        plan.settle(args, config)
+        is_stored_quantized = quantization(config.hf) is not None
+
+    def describe(args) -> jgg.models.Decoder:
+        return _load(args, folder, None, abstract=True)
+
+    experts = () if args.full or args.experts != "bfloat16" else ("as-stored",) * is_stored_quantized + ("fp8", "mxfp4")
+    return plan.run(args, describe, nnx.Param if args.full else nnx.LoRAParam, experts)
 
 
 def _check(args, output: AdapterOutput) -> None:

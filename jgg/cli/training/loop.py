@@ -69,6 +69,19 @@ def optimizer_of(args, schedule: optax.Schedule, shardings: object = None) -> op
     return optax.chain(optax.clip_by_global_norm(_CLIP), optimizer)
 
 
+def optimizer_for(
+    args, schedule: optax.Schedule, wrt: type[nnx.Variable[jax.Array]], shardings: object = None
+) -> optax.GradientTransformation:
+    """`optimizer_of` for variables of a type: parameters of 16 bits, which adapters are not, have float32 masters."""
+    optimizer = optimizer_of(args, schedule, shardings)
+    return jgg.train.float32_masters(optimizer) if wrt is nnx.Param else optimizer
+
+
+def loss_of(args, config: ModelConfig) -> Loss[dict[str, jax.Array]]:
+    """The loss of a run that learns the next tokens of texts."""
+    return jgg.train.next_token_loss(packed=args.packing, balance_weight=jgg.train.balance_weight(config))
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
     """What a run has before there is a model; its methods are those of a run that learns the next tokens of texts.
@@ -95,7 +108,7 @@ class Run:
 
     def loss_of(self, config: ModelConfig) -> Loss[dict[str, jax.Array]]:
         """The loss of a Trainer."""
-        return jgg.train.next_token_loss(packed=self.args.packing, balance_weight=jgg.train.balance_weight(config))
+        return loss_of(self.args, config)
 
     def batch_of(self, trainer: jgg.train.Trainer, step: int) -> Batch:
         """The batch of a step."""
@@ -236,12 +249,12 @@ def trainer_of(run: Run, model: Decoder, wrt: type[nnx.Variable[jax.Array]]) -> 
     """What trains the variables of a type."""
     args, sharding = run.args, run.sharding
     shardings = None if sharding is None else jax.tree.map(lambda p: p.sharding, nnx.state(model, wrt))
-    optimizer = optimizer_of(args, run.schedule, shardings)
+    optimizer = optimizer_for(args, run.schedule, wrt, shardings)
     trained, total = (count_numbers(nnx.state(model, kind)) for kind in (wrt, nnx.Variable))
     say(args, f"{trained:,} of {total:,} parameters are trained on {devices.in_words(args, sharding)}")
     return jgg.train.Trainer(
         model,
-        jgg.train.float32_masters(optimizer) if wrt is nnx.Param else optimizer,
+        optimizer,
         run.loss_of(model.config),
         wrt=wrt,
         accumulate=True,

@@ -12,7 +12,7 @@ import jgg.hf
 import jgg.models
 from jgg.cli import options
 from jgg.cli.errors import UsageError, one_line
-from jgg.cli.training import devices, folders, loop
+from jgg.cli.training import devices, folders, loop, plan
 from jgg.cli.training.results import write_model
 from jgg.experts.sharding import MoESharding
 from jgg.models.left_out import LeftOut
@@ -24,6 +24,9 @@ def run(args) -> int:
     with one_line():
         folder = _check(args)
         config = jgg.models.model_config(jgg.hf.read_config(folder))
+        if args.plan:
+            plan.settle(args, config)
+            return plan.run(args, lambda args: nnx.eval_shape(lambda: make(args, config, None)), nnx.Param)
         training = loop.prepare(args, args.tokenizer, folder, config)
         model = make(args, config, training.sharding)
     model, code = loop.fit(training, model, nnx.Param)

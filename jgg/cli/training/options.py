@@ -189,6 +189,8 @@ class Finetune(Output, Devices, Lora, Training, Data, Experts):
     learning_rate: float | None = changed(Training, "learning_rate", shown="2e-4, with --full 1e-5")
     weight_decay: float = changed(Training, "weight_decay", default=0.0)
     remat: str = changed(Training, "remat", default="names")
+    plan: bool = flag("training", "print how much memory a step needs, and train nothing: it compiles the step, and if"
+        " that does not fit, another one for each option that may help", is_noted=False)
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -207,3 +209,4 @@ class Train(Output, Devices, Training, Data):
         choices=("float32", "bfloat16"), shown="bfloat16 on a GPU, else float32")
     fp8: bool = flag("model", "multiply by the experts' weights in FP8")
     split: bool = changed(Data, "split", default=True)
+    plan: bool = changed(Finetune, "plan")

@@ -1,0 +1,121 @@
+"""What memory a training step needs, by parts, from shapes alone: before there are weights or data."""
+
+from typing import NamedTuple
+
+import jax
+import optax
+from flax import nnx
+
+from jgg.core.choices import OF_EXPERTS
+from jgg.core.program_memory import planned_memory
+from jgg.train.compiling import compiler_options
+from jgg.train.state import State, split
+from jgg.train.steps import Batch, Loss, changed_by, lowered, step_of
+
+
+class Plan(NamedTuple):
+    """Bytes that a training step needs of one device, and of the host.
+
+    Attributes:
+      experts: of the experts' matrices.
+      others: of all other variables of the model but adapters.
+      adapters: of LoRA adapters.
+      optimizer: of the optimizer's state.
+      kept: of what automatic differentiation keeps on the device for the backward pass, counted by its shapes.
+      rest: of all else that XLA allocates: gradients, intermediate results, the batch and what is measured.
+      on_host: of what the step keeps in the host's memory.
+    """
+
+    experts: int
+    others: int
+    adapters: int
+    optimizer: int
+    kept: int
+    rest: int
+    on_host: int
+
+    @property
+    def total(self) -> int:
+        """Bytes of the device."""
+        return sum(self) - self.on_host
+
+
+def plan[Metrics](
+    model: nnx.Module,
+    optimizer: optax.GradientTransformation,
+    loss: Loss[Metrics],
+    batch: Batch,
+    *,
+    wrt: type[nnx.Variable[jax.Array]] = nnx.Param,
+) -> Plan:
+    """Compiles the step of a `Trainer` with `accumulate=True` for the first device, and says what memory it needs.
+
+    Args:
+      model: a module whose variables hold shapes, from `nnx.eval_shape` or `jgg.models.load(..., abstract=True)`.
+      optimizer, loss, wrt: as in `Trainer`.
+      batch: jax.ShapeDtypeStructs, with an axis of parts before the others.
+
+    Raises: RuntimeError: XLA cannot say what memory the step needs.
+    """
+    place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+
+    def placed[Tree](tree: Tree) -> Tree:
+        result: Tree = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=place), tree)
+        return result
+
+    graphdef, state, frozen = split(model, wrt)
+    changed = changed_by(loss, graphdef, state, frozen, batch, True)
+    graphdef, state, frozen = split(model, wrt, changed)
+    opt_state = jax.eval_shape(optimizer.init, nnx.filter_state(state, wrt))
+    step = step_of(graphdef, optimizer, loss, True, wrt, changed)
+    own, frozen, batch = placed(((state, opt_state), frozen, batch))
+    memory = planned_memory(lowered(step, own, frozen, batch, compiler_options()).compile())
+    kept = min(_kept(graphdef, state, frozen, loss, batch, wrt), memory.temporaries)
+    rest = memory.temporaries - kept + memory.results + num_bytes(batch)
+    weights = nnx.state(model, nnx.Not(nnx.LoRAParam))
+    experts = nnx.filter_state(weights, lambda path, _: "moe" in path and path[-1] in OF_EXPERTS)
+    of_experts = num_bytes(experts)
+    return Plan(
+        experts=of_experts,
+        others=num_bytes(weights) - of_experts,
+        adapters=num_bytes(nnx.state(model, nnx.LoRAParam)),
+        optimizer=num_bytes(opt_state),
+        kept=kept,
+        rest=rest,
+        on_host=memory.on_host,
+    )
+
+
+def num_bytes(tree: object) -> int:
+    """Bytes of a tree's arrays or shapes."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
+def _kept[Model: nnx.Module, Metrics](
+    graphdef: nnx.GraphDef[Model],
+    state: State,
+    frozen: State,
+    loss: Loss[Metrics],
+    batch: Batch,
+    wrt: type[nnx.Variable[jax.Array]],
+) -> int:
+    """Bytes of the device that the backward pass of one part reads, besides the variables."""
+    found = 0
+
+    def look(state: State, frozen: State, part: Batch) -> None:
+        nonlocal found
+        params, rest = nnx.split_state(state, wrt, ...)
+
+        def value_of(params: State) -> tuple[jax.Array, Metrics]:
+            return loss(nnx.merge(graphdef, *jax.tree.map(lambda a: a, (params, rest, frozen))), part)
+
+        _, backward, _ = jax.vjp(value_of, params, has_aux=True)
+        # a variable that passes through a loop or a rule is another tracer, but XLA reads it in place
+        given = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((state, frozen))}
+        kept = {id(leaf): leaf for leaf in jax.tree.leaves(backward) if (leaf.shape, leaf.dtype) not in given}
+        device = jax.memory.Space.Device
+        found = num_bytes([leaf for leaf in kept.values() if jax.typeof(leaf).memory_space == device])
+
+    part = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), batch)
+    jax.eval_shape(look, state, frozen, part)
+    return found
