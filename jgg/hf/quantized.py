@@ -83,8 +83,8 @@ def quantization(config: Mapping[str, object]) -> Quantization | None:
         return dataclasses.replace(_FP8, suffixes=("", "_scale"), block=_block_of_groups(known))
     raise ValueError(
         "quantization_config must have quant_method 'fp8' with a weight_block_size of rows and columns, "
-        f"'compressed-tensors' with weights in FP8, or 'mxfp4', got {how!r}. For experts in 4 bits load the model's "
-        "folder that is not quantized with experts='mxfp4'."
+        "'compressed-tensors' with weights in FP8, or 'mxfp4' (for experts in 4 bits load the folder that is not "
+        f"quantized with experts='mxfp4'), got {how!r}."
     )
 
 
