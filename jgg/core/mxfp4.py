@@ -89,8 +89,9 @@ def pack(array: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
       axis: -2 or -1, along which two numbers share a byte and 32 numbers a scale.
     """
     groups = jnp.moveaxis(array.astype(jnp.float32), axis, -1)
-    groups = groups.reshape(*groups.shape[:-1], -1, GROUP)
-    magnitudes = jnp.abs(groups)
+    *others, count = groups.shape
+    groups = groups.reshape(*others, count // GROUP, GROUP)
+    magnitudes = jnp.where(jnp.isnan(groups), jnp.inf, jnp.abs(groups))  # as XLA's maximum on a CPU leaves NaN out
     largest = jnp.max(magnitudes, axis=-1, keepdims=True)
     first = jnp.clip((jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 2, 0, _LARGEST_SCALE)
     half = (first - 127) // 2  # in two steps, as 2**-127 is not a normal number
@@ -113,7 +114,7 @@ def pack(array: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
         scale, code = jnp.where(is_less, other_scale, scale), jnp.where(is_less, other_code, code)
         error = jnp.minimum(error, other_error)
     code = jnp.where(groups < 0, code | 8, code).astype(PACKED_DTYPE)
-    values = (code[..., ::2] | code[..., 1::2] << 4).reshape(*groups.shape[:-2], -1)
+    values = (code[..., ::2] | code[..., 1::2] << 4).reshape(*others, count // 2)
     scales = jnp.where(jnp.isfinite(largest), scale, 255)[..., 0].astype(PACKED_DTYPE)
     return jnp.moveaxis(values, -1, axis), jnp.moveaxis(scales, -1, axis)
 

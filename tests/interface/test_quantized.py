@@ -288,6 +288,24 @@ def test_mxfp4_rounds_halves_to_even_and_makes_a_group_with_a_nan_nan():
     assert np.isnan(got[:, 1:]).all()
 
 
+@pytest.mark.parametrize("number", [np.nan, -np.inf])
+def test_mxfp4_makes_only_groups_with_a_nan_or_an_infinity_nan(number):
+    """Wherever it is in its group: XLA's maximum on a CPU leaves most NaNs out."""
+    w, groups = np.ones((2, 1024, 16), np.float32), np.random.default_rng(0).permutation(2 * 32 * 16)[::7]
+    expert, group, column = np.unravel_index(groups, (2, 32, 16))
+    w[expert, group * 32 + groups % 32, column] = number
+    want = np.isnan(np.where(np.isfinite(w), 0, np.nan).reshape(2, 32, 32, 16).sum(2))
+    np.testing.assert_array_equal(np.asarray(jgg.quantize_mxfp4(w).scales) == 255, want)
+
+
+@pytest.mark.parametrize("shape", [(0, 64, 3), (2, 0, 3), (2, 64, 0)])
+def test_mxfp4_of_no_numbers(shape):
+    experts, rows, columns = shape
+    got = jgg.quantize_mxfp4(jnp.zeros(shape))
+    assert (got.values.shape, got.scales.shape) == ((experts, rows // 2, columns), (experts, rows // 32, columns))
+    assert got.dequantize(jnp.float32).shape == shape
+
+
 def test_mxfp4_refuses_what_has_no_whole_groups():
     with pytest.raises(ValueError, match=r"w must have a multiple of 32 rows, got \[1, 40, 2\]"):
         jgg.quantize_mxfp4(jnp.zeros((1, 40, 2)))
