@@ -70,8 +70,8 @@ def load(
     dequantized to bfloat16.
 
     The headers of all files are checked before any tensor is read. Host memory holds one parameter of one layer at a
-    time. With a sharding, each device gets only its own shards, except that FP8 experts are quantized on one device,
-    one parameter of one layer at a time. If there are several processes, each reads the whole folder.
+    time. With a sharding, each device gets only its own shards, except that experts are quantized on one device, one
+    parameter of one layer at a time. If there are several processes, each reads the whole folder.
 
     Args:
       folder: the folder, or the model's name on the Hub.
