@@ -83,12 +83,17 @@ def quantize_mxfp4(w: ArrayLike) -> QuantizedArray:
     Returns: a QuantizedArray of values uint8 [E, rows / 2, columns] and scales uint8 [E, rows / 32, columns].
 
     Raises:
-      ValueError: w has another rank or number of rows.
+      ValueError: w has another rank or number of rows, or Explicit mesh axes split 32 rows.
       TypeError: w is not a float array.
     """
     w = _checked("w", w, "[E, K, N]")
     check(w.shape[1] % GROUP == 0, f"w must have a multiple of {GROUP} rows, got {list(w.shape)}.")
-    return QuantizedArray(*pack(w, -2))
+    split = jax.typeof(w).sharding  # over Explicit axes of a mesh
+    if not any(split.spec):
+        return QuantizedArray(*pack(w, -2))
+    _check_parts("w", w, split, axes=(1,), block=GROUP)
+    pack_part = jax.shard_map(lambda w: pack(w, -2), mesh=split.mesh, in_specs=split.spec, out_specs=split.spec)
+    return QuantizedArray(*pack_part(w))
 
 
 def _checked(name: str, array: object, expected: str) -> jax.Array:
@@ -112,16 +117,21 @@ def _quantized_matrices(name: str, w: object, stored_as: Format, transposes: boo
     split = jax.typeof(w).sharding  # over Explicit axes of a mesh
     if not any(split.spec):
         return quantized(w)
-    part = split.shard_shape(w.shape)
-    for axis in (1, 2):
-        check(
-            part[axis] == w.shape[axis] or part[axis] % BLOCK == 0,
-            f"{name} must have a multiple of {BLOCK} along axis {axis} on each device, got {list(part)}.",
-        )
+    _check_parts(name, w, split, axes=(1, 2), block=BLOCK)
     experts, rows, columns = split.spec
     transposed = jax.P(experts, columns, rows) if transposes else None
     specs = QuantizedMatrices(split.spec, split.spec, transposed)  # type: ignore[arg-type]
     return jax.shard_map(quantized, mesh=split.mesh, in_specs=split.spec, out_specs=specs)(w)
+
+
+def _check_parts(name: str, w: jax.Array, split: jax.NamedSharding, *, axes: tuple[int, ...], block: int) -> None:
+    """Raises ValueError if devices have parts of a block of w, which begins at multiples of `block` along the axes."""
+    part = split.shard_shape(w.shape)
+    for axis in axes:
+        check(
+            part[axis] == w.shape[axis] or part[axis] % block == 0,
+            f"{name} must have a multiple of {block} along axis {axis} on each device, got {list(part)}.",
+        )
 
 
 @dataclasses.dataclass(frozen=True)

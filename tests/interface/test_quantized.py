@@ -306,6 +306,16 @@ def test_mxfp4_of_no_numbers(shape):
     assert got.dequantize(jnp.float32).shape == shape
 
 
+@pytest.mark.parametrize("spec", [jax.P("a"), jax.P(None, "a"), jax.P(None, None, "a")])
+def test_mxfp4_over_explicit_axes(spec):
+    w = np.random.default_rng(0).standard_normal((2, 64, 3)).astype(np.float32)
+    mesh = jax.make_mesh((1,), ("a",), axis_types=(jax.sharding.AxisType.Explicit,))
+    got = jax.jit(jgg.quantize_mxfp4)(jax.device_put(w, jax.NamedSharding(mesh, spec)))
+    for part in (got.values, got.scales):
+        assert jax.typeof(part).sharding.spec == jax.P(*spec, *[None] * (3 - len(spec)))
+    jax.tree.map(np.testing.assert_array_equal, got, jgg.quantize_mxfp4(w))
+
+
 def test_mxfp4_refuses_what_has_no_whole_groups():
     with pytest.raises(ValueError, match=r"w must have a multiple of 32 rows, got \[1, 40, 2\]"):
         jgg.quantize_mxfp4(jnp.zeros((1, 40, 2)))
