@@ -260,7 +260,7 @@ def test_the_command_of_lm_eval(folder, tasks, tmp_path):
 
 def test_what_is_wrong_is_said(folder):
     for options, message in (
-        ({"experts": "int8"}, "experts must be of bfloat16, as-stored, fp8, got 'int8'"),
+        ({"experts": "int8"}, "experts must be of bfloat16, as-stored, fp8, mxfp4, got 'int8'"),
         ({"batch_size": 0}, "batch_size must be a positive int, got 0"),
         ({"max_length": 0}, "max_length must be a positive int, got 0"),
     ):
