@@ -84,18 +84,15 @@ def load_low_rank(
     ring,
     low_left,
     low_right,
-    group,
+    place,
     column,
-    first,
-    second,
-    has_second,
-    is_shared,
     stage,
     phase,
     begun,
     RIGHT_IS_TRANSPOSED: gl.constexpr,
 ):
-    """Loads the blocks of a tile's term of low rank."""
+    """Loads the blocks of a tile's term of low rank; place is its group, whether both CTAs share it, and its rows."""
+    group, is_shared, first, second, has_second = place
     # the same bytes, as blocks of another dtype if left and right are in FP8
     lefts = as_blocks_of(low_left, ring.left, 2 * ring.STAGES)
     rights = as_blocks_of(low_right, ring.right, ring.STAGES)
@@ -143,26 +140,14 @@ def load_for_rows(
         has_second = first + WARPGROUP_ROWS < last
         first = work.row_of_tensor(first)
         second = first + WARPGROUP_ROWS
+        place = group, is_shared, first, second, has_second
         if work.GATHERS:
             sources = gather.sources(gather.load_indices(first, last, TILE_ROWS))
             second_sources = gather.sources(gather.load_indices(second, last, TILE_ROWS))
         if LOW_IS_FIRST:
             column = first_column + tile.column // work.HALVES
             stage, phase, begun = load_low_rank(
-                work,
-                ring,
-                low_left,
-                low_right,
-                group,
-                column,
-                first,
-                second,
-                has_second,
-                is_shared,
-                stage,
-                phase,
-                begun,
-                RIGHT_IS_TRANSPOSED,
+                work, ring, low_left, low_right, place, column, stage, phase, begun, RIGHT_IS_TRANSPOSED
             )
         for step in range(work.steps(tile) - work.LOW_STEPS):
             full = ring.begin(stage, phase, LEFT_BYTES, RIGHT_BYTES, has_second)
@@ -184,20 +169,7 @@ def load_for_rows(
         if work.LOW_STEPS > 0 and not LOW_IS_FIRST:
             column = first_column + tile.column // work.HALVES
             stage, phase, begun = load_low_rank(
-                work,
-                ring,
-                low_left,
-                low_right,
-                group,
-                column,
-                first,
-                second,
-                has_second,
-                is_shared,
-                stage,
-                phase,
-                begun,
-                RIGHT_IS_TRANSPOSED,
+                work, ring, low_left, low_right, place, column, stage, phase, begun, RIGHT_IS_TRANSPOSED
             )
     if work.GATHERS:
         ring.announce_last(stage, begun)
