@@ -18,6 +18,7 @@ import numpy as np
 from jax.typing import DTypeLike
 
 from jgg.core.arguments import check
+from jgg.core.rounding import magnitudes
 
 PACKED_DTYPE = jnp.dtype(jnp.uint8)
 GROUP = 32  # numbers that share a scale
@@ -91,11 +92,11 @@ def pack(array: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
     groups = jnp.moveaxis(array.astype(jnp.float32), axis, -1)
     *others, count = groups.shape
     groups = groups.reshape(*others, count // GROUP, GROUP)
-    magnitudes = jnp.where(jnp.isnan(groups), jnp.inf, jnp.abs(groups))  # as XLA's maximum on a CPU leaves NaN out
-    largest = jnp.max(magnitudes, axis=-1, keepdims=True)
+    sizes = magnitudes(groups)
+    largest = jnp.max(sizes, axis=-1, keepdims=True)
     first = jnp.clip((jax.lax.bitcast_convert_type(largest, jnp.int32) >> 23) - 2, 0, _LARGEST_SCALE)
     half = (first - 127) // 2  # in two steps, as 2**-127 is not a normal number
-    scaled = magnitudes * _power_of_2(-half) * _power_of_2(half - (first - 127))
+    scaled = sizes * _power_of_2(-half) * _power_of_2(half - (first - 127))
 
     def candidate(step: int) -> tuple[jax.Array, jax.Array, jax.Array]:
         """A scale, the numbers without their signs as indices of MAGNITUDES, and the sum of squared errors."""

@@ -15,6 +15,7 @@ from jax.typing import ArrayLike, DTypeLike
 
 from jgg.core import mxfp4
 from jgg.core.arguments import Shaped, as_array, as_dtype, check, check_instance
+from jgg.core.rounding import magnitudes
 
 BLOCK = 128  # features, and for weights also rows, that share a scale
 E4M3 = jnp.dtype(jnp.float8_e4m3fn)
@@ -318,9 +319,7 @@ def quantize(array: jax.Array, block: tuple[int, int], stored_as: Format) -> Qua
 def quantize_rows(array: jax.Array, stored_as: Format) -> QuantizedArray:
     """Quantizes an array [..., columns] with a scale for each row, whatever its number of columns: scales [..., 1]."""
     array = array.astype(jnp.float32)
-    # as XLA's maximum on a CPU leaves NaN out; a scale of infinity makes NaN of the row too
-    magnitudes = jnp.where(jnp.isnan(array), jnp.inf, jnp.abs(array))
-    highest = jnp.max(magnitudes, axis=-1, keepdims=True)
+    highest = jnp.max(magnitudes(array), axis=-1, keepdims=True)  # a scale of infinity makes NaN of a row
     return _quantized(array, highest, lambda scales: scales, stored_as)
 
 

@@ -1,4 +1,4 @@
-"""Rounding that XLA does not leave out."""
+"""What XLA would leave out: rounding, and NaN among magnitudes."""
 
 import jax
 import jax.numpy as jnp
@@ -16,3 +16,8 @@ def rounded(array: jax.Array, dtype: DTypeLike) -> jax.Array:
     # reduce_precision makes float16's subnormal numbers 0; they are multiples of the smallest
     smallest = float(info.smallest_subnormal)
     return jnp.where(jnp.abs(array) < float(info.tiny), jnp.round(array / smallest) * smallest, rounded)
+
+
+def magnitudes(array: jax.Array) -> jax.Array:
+    """Magnitudes whose maximum tells of NaN: it counts as infinity, since XLA's maximum on a CPU leaves NaN out."""
+    return jnp.where(jnp.isnan(array), jnp.inf, jnp.abs(array))
