@@ -116,7 +116,7 @@ def _has_few_tiles(problem: GroupedGemmProblem) -> bool:
 
 
 def _row_tiles(problem: GroupedGemmProblem, rows: int) -> int:
-    """How many tiles of so many rows an even distribution of the rows over the groups makes."""
+    """How many tiles of this many rows an even distribution of the rows over the groups makes."""
     return problem.num_experts * math.ceil(problem.rows_of_groups / problem.num_experts / rows)
 
 

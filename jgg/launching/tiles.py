@@ -39,7 +39,15 @@ TILES: dict[str, dict[str, int]] = {
     "norm_kernel": {"columns_of_warp": 512, "columns_of_few_warps": 256},
     "norm_backward_kernel": {"programs": 512, "rows": 16, "columns_of_warp": 256},
     "place_rows_kernel": {"rows": 64, "programs": 512},  # also count_experts_kernel, whose counts one program adds up
-    "project_few_kernel": {"columns": 32, "stages": 4},
+    # of_many: of more than 64 rows, which take longer to multiply than to read
+    "project_few_kernel": {
+        "columns": 32,
+        "stages": 4,
+        "rows_of_many": 128,
+        "step_of_many": 64,
+        "warps_of_many": 8,
+        "stages_of_many": 4,
+    },
     "quantize_rows_kernel": {"elements": 2048, "columns": 1024},
     "quantize_weights_kernel": {"warps": 8},
     "rotary_kernel": {"pairs": 1024},  # also backward: a thread has eight of each array

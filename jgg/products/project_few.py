@@ -17,9 +17,7 @@ from jgg.primitives.operation import Operation, array_type
 
 MOST_ROWS, MOST_ROWS_WITH_TERMS = 64, 256
 _STEP_BYTES = 512  # of a row of x in a step
-# Tiles of more than MOST_ROWS rows, which take longer to multiply than to read: rows, step, warps and stages.
-_TILE_ROWS, _TILE_STEP, _TILE_WARPS, _TILE_STAGES = 128, 64, 8, 4
-_LEAST_TILES = 80  # that make use of a GPU; fewer get half as many columns
+_LEAST_TILES = 80  # of many rows, that make use of a GPU; fewer get half as many columns
 
 
 class ProjectFew(NamedTuple):
@@ -98,10 +96,11 @@ class _Tiles(NamedTuple):
 def _tiles(target: Target, operands: ProjectFew, columns: Sequence[int]) -> _Tiles:
     """The tiles for the matrices of these numbers of columns."""
     num_rows, size = operands.x.shape[0], operands.x.dtype.itemsize
-    if num_rows > MOST_ROWS:
-        counts = sum(math.ceil(each / 128) for each in columns) * math.ceil(num_rows / _TILE_ROWS)
-        return _Tiles(_TILE_ROWS, 128 if counts >= _LEAST_TILES else 64, _TILE_STEP, _TILE_WARPS, _TILE_STAGES)
     own = tiles_of("project_few_kernel", target)
+    if num_rows > MOST_ROWS:
+        rows, *others = (own[f"{name}_of_many"] for name in ("rows", "step", "warps", "stages"))
+        count = sum(math.ceil(each / 128) for each in columns) * math.ceil(num_rows / rows)
+        return _Tiles(rows, 128 if count >= _LEAST_TILES else 64, *others)
     stages = max(1, own["stages"] - (num_rows > MOST_ROWS // 2))
     return _Tiles(power_of_2(num_rows), own["columns"], _STEP_BYTES // size, 4, stages)
 
