@@ -14,7 +14,7 @@ from jgg.models.operations import attend_latents
 from jgg.models.operations.attend_latents import ATTEND_LATENTS, AttendLatents
 from jgg.models.operations.attend_latents_one import ATTEND_LATENTS_ONE, AttendLatentsOne
 from tests.support.lowering import lower
-from tests.support.marks import EVERYWHERE, KERNELS
+from tests.support.marks import EVERYWHERE
 
 # heads, rank, rest, capacity, positions
 CASES = {
@@ -135,11 +135,15 @@ def test_bfloat16_of_several_tokens_on_a_gpu(case):
         np.testing.assert_allclose(got_one.astype(jnp.float32), want_one, rtol=0.02, atol=0.02)
 
 
-@KERNELS
 @pytest.mark.parametrize(
-    "sizes", [(20, 24, 8), pytest.param((20, 512, 64), marks=pytest.mark.gpu)], ids=["small", "as published"]
+    ("implementation", "sizes"),
+    [
+        pytest.param("interpret", (20, 24, 8), id="interpret"),
+        pytest.param("triton", (20, 24, 8), marks=pytest.mark.gpu, id="triton"),
+        pytest.param("triton", (20, 512, 64), marks=pytest.mark.gpu, id="triton, as published"),
+    ],
 )
-def test_a_token_has_the_same_bits_alone_and_among_others(sizes, implementation, monkeypatch):
+def test_a_token_has_the_same_bits_alone_and_among_others(implementation, sizes, monkeypatch):
     """In a cache, in a row of several sequences, and in another batch."""
     heads, rank, rest = sizes
     is_interpreted = implementation == "interpret"
