@@ -122,6 +122,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "final_logit_softcapping": 30.0,
     },
 }
+CONFIGS["gpt-oss-120b"] = CONFIGS["gpt-oss-20b"] | {
+    "num_hidden_layers": 36,
+    "layer_types": ["sliding_attention", "full_attention"] * 18,
+    "num_local_experts": 128,
+}
 _NOT_IN_MXFP4 = "model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"
 _SMALL = {
     "vocab_size": 512,

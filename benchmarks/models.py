@@ -47,7 +47,7 @@ from jgg.nnx import Frozen
 from jgg.tuning.roofline import percent_of_roofline
 
 RUNS = "lora", "train", "generate"
-EXPERTS = "bfloat16", "fp8", "as-stored"
+EXPERTS = "bfloat16", "fp8", "as-stored", "mxfp4"
 PARAMS = "bfloat16", "float32", "masters"
 _HEADINGS = ("run", "first s", "ms", "tokens/s", "peak GiB", "% of roofline")
 
@@ -92,7 +92,10 @@ def _random(name: str, shape: tuple[int, ...], dtype: Any, scale: float, experts
     w = jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
     if experts == "fp8":
         return jgg.quantize_weights(w)
-    if experts == "as-stored":  # MXFP4: two rows of a column in a byte, and a scale of 2**-7 for 32, about 0.02 in all
+    if experts in (
+        "as-stored",
+        "mxfp4",
+    ):  # MXFP4: two rows of a column in a byte, and a scale of 2**-7 for 32, about 0.02 in all
         pairs = jax.random.bits(key, (shape[0], shape[1] // 2, shape[2]), jnp.uint8)
         return QuantizedArray(pairs, jnp.full((shape[0], shape[1] // 32, shape[2]), 120, jnp.uint8))
     return w
@@ -241,7 +244,7 @@ def make_parser() -> argparse.ArgumentParser:
         "--run", type=some_of(RUNS), default=RUNS[:1], metavar="R,R", help=f"what is measured, some of {','.join(RUNS)}"
     )
     parser.add_argument(
-        "--experts", choices=EXPERTS, default="bfloat16", help="dtype of the experts' weights (default: %(default)s)"
+        "--experts", choices=EXPERTS, default="bfloat16", help="format of the experts' weights (default: %(default)s)"
     )
     parser.add_argument(
         "--params",

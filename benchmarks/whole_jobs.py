@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import math
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -38,6 +39,7 @@ CHUNK = 32  # tokens of a row that are timed together
 BATCHES = 1, 64, 256  # sequences of generation
 ROWS = 32  # sequences whose losses are computed at once
 PROBLEMS, ANSWERS = 32, 8  # of reinforcement learning
+ATTENTION = "w_q", "w_k", "w_v", "w_o"  # the matrices of attention
 
 
 class Line(NamedTuple):
@@ -70,6 +72,7 @@ class Job:
       experts: the format of the experts' weights.
       layers: fewer than the model's; None for all.
       batch_invariant: as in Decoder.
+      options: of `jgg finetune`, beside its defaults.
     """
 
     run: Callable[["Job"], Iterator[Line]]
@@ -77,6 +80,7 @@ class Job:
     experts: str = "bfloat16"
     layers: int | None = None
     batch_invariant: bool = False
+    options: tuple[str, ...] = ()
 
     @property
     def config(self) -> jgg.models.ModelConfig:
@@ -97,24 +101,26 @@ def _sequence() -> int:
 
 
 def fine_tuning(job: Job) -> Iterator[Line]:
-    """`jgg finetune` with its defaults and 2 sequences of 4,096 tokens in a step, and random weights in the folder."""
+    """`jgg finetune` with 2 sequences of 4,096 tokens in a step if the job has no other options, and random weights."""
     with tempfile.TemporaryDirectory() as name:
         folder, data, output = (Path(name) / part for part in ("model", "data.jsonl", "adapter"))
+        options = ["--data", data, "--output", output, "--experts", job.experts, "--split", "--steps", STEPS]
+        options += ["--batch-size", 2, "--sequence-length", SEQUENCE, "--log-every", 1, "--quiet", *job.options]
+        args = parse(["finetune", str(folder), *map(str, options)])
+        args.sequence_length = min(args.sequence_length, _sequence())
+        tokens = args.batch_size * args.sequence_length
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(job.config.hf))
         write_tokenizer(folder, min(4096, job.config.vocabulary))
-        text = "\n\n".join(load_texts()[0])[: 64 * 2 * STEPS * _sequence()]
-        data.write_text(json.dumps({"text": text}) + "\n")
-        options = ["--data", data, "--output", output, "--experts", job.experts, "--split", "--steps", STEPS]
-        options += ["--batch-size", 2, "--sequence-length", _sequence(), "--log-every", 1, "--quiet"]
-        args = parse(["finetune", str(folder), *map(str, options)])
+        texts, letters = "\n\n".join(load_texts()[0]), 8 * STEPS * tokens  # a token has about 4
+        data.write_text(json.dumps({"text": (texts * math.ceil(letters / len(texts)))[:letters]}) + "\n")
         with contextlib.redirect_stdout(io.StringIO()):
             finetune.run(args, load=lambda args, folder, sharding: _with_adapters(job, args))
         records = [json.loads(line) for line in output.with_name("adapter.jsonl").read_text().splitlines()]
         steps = [record for record in records if "tokens_per_second" in record]
         rate, losses = steps[-1]["tokens_per_second"], [record["loss"] for record in steps]
         is_right = len(steps) == STEPS and np.isfinite(losses).all() and (output / "adapter_config.json").exists()
-        yield Line("", 2 * _sequence() / rate * 1e3, rate, "OK" if is_right else f"losses {losses}")
+        yield Line("", tokens / rate * 1e3, rate, "OK" if is_right else f"losses {losses}")
 
 
 def _with_adapters(job: Job, args) -> jgg.models.Decoder:
@@ -188,12 +194,26 @@ def policy_gradient(job: Job) -> Iterator[Line]:
 def _jobs() -> dict[str, Job]:
     """All jobs by name, the longest first."""
     jobs = {"grpo qwen3-30b-a3b fp8": Job(policy_gradient, "qwen3-30b-a3b", "fp8", batch_invariant=True)}
-    stored = {model: "as-stored" if model == "gpt-oss-20b" else "fp8" for model in CONFIGS}
+    stored = {model: "as-stored" if model.startswith("gpt-oss") else "fp8" for model in CONFIGS}
     for model, experts in (("qwen3-30b-a3b", "bfloat16"), *stored.items()):
         for how in (True, False):
             name = f"generate {model} {experts}{' batch_invariant' if how else ''}"
             jobs[name] = Job(generation, model, experts, batch_invariant=how)
-    jobs |= {f"finetune {model} {experts}": Job(fine_tuning, model, experts) for model, experts in stored.items()}
+    for model, length, batch, *options in (
+        ("qwen3-30b-a3b", 131072, 1, "--remat", "offload"),
+        ("qwen3-30b-a3b", 32768, 1, "--remat", "all"),
+        ("gpt-oss-20b", 262144, 1, "--remat", "offload"),
+        ("gpt-oss-20b", 131072, 1, "--remat", "all"),
+        ("qwen3.5-35b-a3b", 131072, 1, "--remat", "offload"),
+        ("gpt-oss-120b", SEQUENCE, 1, "--remat", "all", "--targets", *ATTENTION),
+        ("gpt-oss-120b", SEQUENCE, 1, "--remat", "all", "--lora-rank", "8"),
+    ):
+        name = f"finetune {model} {stored[model]} {batch} x {length} {' '.join(options)}"
+        own = "--batch-size", str(batch), "--sequence-length", str(length), *options
+        jobs[name] = Job(fine_tuning, model, stored[model], options=own)
+    usual = (model for model in CONFIGS if model != "gpt-oss-120b")
+    jobs |= {f"finetune {model} {stored[model]}": Job(fine_tuning, model, stored[model]) for model in usual}
+    jobs["finetune qwen3-30b-a3b mxfp4"] = Job(fine_tuning, "qwen3-30b-a3b", "mxfp4", options=("--remat", "all"))
     return jobs | {"train qwen3-30b-a3b 8 layers": Job(training, "qwen3-30b-a3b", layers=8)}
 
 
