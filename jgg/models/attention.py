@@ -54,7 +54,7 @@ class Place(NamedTuple):
     Attributes:
       positions: int32 [B, S], of the tokens in their sequences; B may be 1 if all have the same.
       rotation: cosines and sines of the layer's rotary embedding, as `rotated` takes them.
-      layer: int32 [], the layer's index in its stack.
+      layer: int32 [], the layer's index in its stack, or with a cache its index there.
       window: how many of the last tokens one attends to, itself included; None for all, in all layers.
       is_local: bool [], whether this layer has the window; None if all have it.
       segments: int32 [B, S], the segment of each token; it attends to no other segment. None for one. Without a cache.

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jgg.extend import barrier
 from jgg.models.decoder import Decoder
 from jgg.models.decoder_stacks import Caches
 from jgg.models.decoding import decoded, first_tokens
@@ -92,14 +93,19 @@ def run(
         is_last = (loop.group + 1) * size >= count
 
         def goes_on(running: State) -> jax.Array:
-            return ~running.is_done.all() & (is_last | (jnp.sum(running.is_done) < size))
+            return jnp.sum(~running.is_done) > jnp.where(is_last, plan.last_rows, len(running.is_done) - size)
 
         running = decoded(graphdef, state, split_rows(running, sharding), request.stops, goes_on, plan)
         return _Loop(loop.group + 1, split_rows(running, sharding), loop.numbers.at[free].set(numbers), new)
 
     loop = jax.lax.while_loop(is_unfinished, run_group, _empty(model, prompts, request, plan))
-    rows = jnp.arange(plan.rows, dtype=jnp.int32)
-    return repeated_last(_with(loop.new, loop.numbers, loop.state.new, rows))
+    running = loop.state
+    new = _with(loop.new, loop.numbers, running.new, jnp.arange(len(loop.numbers), dtype=jnp.int32))
+    if plan.last_rows:
+        last = jnp.sort(jnp.argsort(running.is_done, stable=True)[: plan.last_rows])
+        alone = decoded(graphdef, state, _alone(running, last), request.stops, lambda rows: ~rows.is_done.all(), plan)
+        new = _with(new, loop.numbers[last], alone.new, jnp.arange(plan.last_rows, dtype=jnp.int32))
+    return repeated_last(new)
 
 
 def _empty(model: Decoder, prompts: jax.Array, request: Request, plan: Plan) -> _Loop:
@@ -138,6 +144,25 @@ def _with(new: New, numbers: jax.Array, running: New, rows: jax.Array) -> New:
         return _put(numbers[rows], axis, array, jnp.take(own, rows, axis=axis))
 
     return each_new(put, new, running)
+
+
+def _alone(state: State, rows: jax.Array) -> State:
+    """The state of some rows, in ascending order, as many as a divisor of all.
+
+    Their caches [layers, R, ...] are moved to the front, in place, for there may be no memory for others. They become
+    [R / rows * layers, rows, ...], without a copy.
+    """
+
+    def put(number: jax.Array, caches: Caches) -> Caches:
+        def put_row(array: jax.Array) -> jax.Array:
+            row = barrier(jax.lax.dynamic_slice_in_dim(array, rows[number], 1, axis=1))
+            return jax.lax.dynamic_update_slice_in_dim(array, row, number, axis=1)
+
+        return jax.tree.map(put_row, caches)
+
+    caches = jax.lax.fori_loop(jnp.int32(0), jnp.int32(len(rows)), put, state.caches)
+    caches = jax.tree.map(lambda array: array.reshape(-1, len(rows), *array.shape[2:]), caches)
+    return each_row(lambda axis, array: jnp.take(array, rows, axis=axis), state)._replace(caches=caches)
 
 
 def _put(rows: jax.Array, axis: int, array: jax.Array, own: jax.Array) -> jax.Array:

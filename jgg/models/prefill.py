@@ -25,6 +25,8 @@ class Plan:
       prefill_chunk: how many tokens of each prompt go through the model at once; None for all.
       details: whether more than tokens is kept.
       rows: how many rows run at once; None for all.
+      last_rows: how many rows run once no more have not ended and all prompts have begun, a divisor of `rows`; 0 for as
+        many as before.
       prompts_at_once: how many prompts take the place of rows that have ended, if not all rows run at once.
       cache_dtype: of keys and values; None for the dtype of the computation.
     """
@@ -35,6 +37,7 @@ class Plan:
     prefill_chunk: int | None
     details: bool
     rows: int | None = None
+    last_rows: int = 0
     prompts_at_once: int = 1
     cache_dtype: np.dtype | None = None
 

@@ -23,6 +23,7 @@ from jgg.models.token_arrays import as_integers, check_ids
 
 _INT32, _FLOAT32 = jnp.iinfo(jnp.int32), jnp.finfo(jnp.float32)
 _PARTS = 16  # of the rows that run at once; one part is replaced together
+_LAST, _LEAST_ROWS = 4, 64  # when this part of as many rows is left, it runs alone: a token of few rows is faster
 _LEAST_BOUND, _BOUNDS = 16, 16  # the least bound of new tokens, and how many bounds are between powers of two
 
 
@@ -155,6 +156,9 @@ def _limits(max_new_tokens: ArrayLike, batch: int, num_samples: int) -> tuple[in
 def _with_rows(plan: Plan, rows: int, model: Decoder, batch: int) -> Plan:
     """The plan of this many rows at once: about a sixteenth of them wait until they are replaced together.
 
+    The last quarter of the rows runs alone, as the longest answers are often much longer than others. It does not with
+    layers that have a window, nor where devices split rows.
+
     Devices that split rows have as many of them each, and so do the prompts that run at once.
     """
     samples, sharding = plan.num_samples, model.options.sharding
@@ -164,7 +168,9 @@ def _with_rows(plan: Plan, rows: int, model: Decoder, batch: int) -> Plan:
     rows = max(-(-rows // devices) * devices, at_once * samples)
     if rows >= -(-batch // devices) * devices * samples:
         return plan
-    return dataclasses.replace(plan, rows=rows, prompts_at_once=at_once)
+    has_windows = any(own.window is not None for own in model.config.plan)
+    is_split = sharding is not None or has_windows or rows < _LEAST_ROWS or rows % _LAST
+    return dataclasses.replace(plan, rows=rows, last_rows=0 if is_split else rows // _LAST, prompts_at_once=at_once)
 
 
 def bound(number: int) -> int:

@@ -93,6 +93,7 @@ class Stack:
         """x and the cache after a layer, and what its experts sowed.
 
         Args:
+          cache: of all layers of the stack; if it has a multiple of them, a layer takes the first of its parts.
           own: the parameters of the stack's layers in the period. If there are several, the layer takes its own here,
             so that the backward pass takes them again, rather than a copy that the forward pass would keep.
           index: int32 [], the layer's place in the stack.
@@ -103,7 +104,8 @@ class Stack:
         if self.stride > 1:
             own = jax.tree.map(functools.partial(_taken, self.offset, index), own, self.state)
         layer = nnx.merge(self.graphdef, gathered(own, self.options.sharding, self.options.dtype))
-        place = self._place(index, is_local, topk_indices)
+        parts = 1 if cache is None else max(1, len(jax.tree.leaves(cache)[0]) // self.plan.count)
+        place = self._place(index * parts, is_local, topk_indices)
         (x, cache), sown = nnx.capture(layer, nnx.Intermediate)(x, place, cache)
         captured, name = nnx.to_pure_dict(sown), self.plan.name
         values = {key: value[0] for key, value in captured.get("moe", {}).items()}

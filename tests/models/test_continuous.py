@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import jgg.models
-from jgg.models import continuous
+from jgg.models import continuous, requests
 from tests.support.models import loaded
 
 BATCH, SAMPLES, MOST = 7, 2, 13
@@ -50,6 +50,17 @@ def test_rows_are_as_if_all_ran_at_once(family, rows):
     assert (want.lengths <= limits.reshape(-1)).all()
     assert family == "llama4" or (want.lengths < limits.reshape(-1)).any()  # which draws none of the stop tokens
     assert_same(jgg.models.generate(model, prompts, limits, details=True, rows=rows, **options), want)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", pytest.param("deepseek_v3", marks=pytest.mark.sweep)])
+def test_the_last_rows_run_alone(family, monkeypatch):
+    monkeypatch.setattr(requests, "_LEAST_ROWS", 4)
+    sizes, alone = [], continuous._alone
+    monkeypatch.setattr(continuous, "_alone", lambda state, rows: sizes.append(len(rows)) or alone(state, rows))
+    model, (prompts, limits, options) = loaded(family), request()
+    want = jgg.models.generate(model, prompts, limits, details=True, **options)
+    assert_same(jgg.models.generate(model, prompts, limits, details=True, rows=8, **options), want)
+    assert sizes == [2]
 
 
 def test_one_program_serves_other_prompts_and_numbers_of_them():
