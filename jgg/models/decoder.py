@@ -52,7 +52,7 @@ class Decoder(DecoderStacks):
         before its chunks. "all": each layer keeps only its input x. "offload": the same, but in pinned memory of the
         host, to which x is copied while the next layers compute.
       unroll: how many layers one iteration of the scan computes, as in `jax.lax.scan`. With more, the model takes
-        longer to compile and may run faster.
+        longer to compile and may run faster. Must be 1 with remat="offload".
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8.
       lora_rank, lora_alpha: as in `jgg.nnx.MoE`; a tuple has one number per entry of lora_targets.
       lora_targets: the matrices that have LoRA adapters, where the model has such matrices: "w_q", "w_k", "w_v", "w_o",

@@ -9,7 +9,7 @@ from jax.nn.initializers import Initializer
 from jax.typing import DTypeLike
 
 from jgg.core.activations import find_activation
-from jgg.core.arguments import as_dtype, as_flag, as_int, check_one_of
+from jgg.core.arguments import as_dtype, as_flag, as_int, check, check_one_of
 from jgg.core.choices import ALL_TARGETS, OF_DENSE, REMAT
 from jgg.core.matrix import Matrix
 from jgg.core.problem import DTYPES
@@ -70,6 +70,9 @@ class Options:
     ) -> "Options":
         """The options; raises if one of them is wrong, except for those that `jgg.nnx.MoE` checks."""
         check_one_of("remat", remat, REMAT)
+        unroll = as_int("unroll", unroll, 1)
+        # XLA on a GPU does not compile such a loop: INTERNAL, "Expected instruction to have shape equal to"
+        check(remat != "offload" or unroll == 1, f"unroll must be 1 with remat='offload', got {unroll}.")
         dtype, param_dtype = as_dtype("dtype", dtype, DTYPES), as_dtype("param_dtype", param_dtype, DTYPES)
         lora_param_dtype = as_dtype("lora_param_dtype", lora_param_dtype, DTYPES)
         return cls(
@@ -77,7 +80,7 @@ class Options:
             param_dtype,
             lora_param_dtype,
             remat,
-            as_int("unroll", unroll, 1),
+            unroll,
             quantization,
             lora.checked(ALL_TARGETS),
             implementation,

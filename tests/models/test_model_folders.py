@@ -254,6 +254,7 @@ WRONG_ARGUMENTS = {
     ),
     "remat must be one of ": (ValueError, {"remat": "some"}),
     "unroll must be ": (ValueError, {"unroll": 0}),
+    "unroll must be 1 with remat='offload', got 2": (ValueError, {"unroll": 2, "remat": "offload"}),
     "lora_rank must be None or a positive int, got 0": (ValueError, {"lora_rank": 0}),
     "lora_targets must be a tuple of some of": (ValueError, {"lora_targets": ("w_gate",)}),
     "rngs must be an nnx.Rngs or None, got": (TypeError, {"rngs": 0}),
