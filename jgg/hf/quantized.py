@@ -12,6 +12,7 @@ from jgg.core.quantized import BLOCK, E4M3, scaled, scales_shape
 from jgg.hf.files import DTYPES, Header, as_weights, is_unread, shape_of, unread
 from jgg.hf.settings import language_model
 
+_IN_4_BITS = "for experts in 4 bits load the folder that is not quantized with experts='mxfp4'"
 ALL = 2**31  # how many rows or columns a block has that has all of them
 # the 16 numbers of MXFP4, indexed by their four bits; float8_e4m3fn can hold all of them
 _NUMBERS = np.arange(16, dtype=np.uint8).view(jnp.float4_e2m1fn).astype(jnp.float8_e4m3fn)
@@ -83,8 +84,7 @@ def quantization(config: Mapping[str, object]) -> Quantization | None:
         return dataclasses.replace(_FP8, suffixes=("", "_scale"), block=_block_of_groups(known))
     raise ValueError(
         "quantization_config must have quant_method 'fp8' with a weight_block_size of rows and columns, "
-        "'compressed-tensors' with weights in FP8, or 'mxfp4' (for experts in 4 bits load the folder that is not "
-        f"quantized with experts='mxfp4'), got {how!r}."
+        f"'compressed-tensors' with weights in FP8, or 'mxfp4' ({_IN_4_BITS}), got {how!r}."
     )
 
 
@@ -109,7 +109,7 @@ def _block_of_groups(how: Mapping[str, object]) -> tuple[int, int]:
     if block is None:
         raise ValueError(
             "config_groups of quantization_config must have weights of type 'float', with 8 num_bits and one strategy: "
-            f"'channel', or 'block' with a block_structure. Got {groups!r}."
+            f"'channel', or 'block' with a block_structure ({_IN_4_BITS}). Got {groups!r}."
         )
     return block
 
