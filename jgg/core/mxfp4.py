@@ -89,6 +89,8 @@ def pack(array: jax.Array, axis: int) -> tuple[jax.Array, jax.Array]:
       array: floats, with a multiple of 32 along `axis`.
       axis: -2 or -1, along which two numbers share a byte and 32 numbers a scale.
     """
+    if array.ndim > 2:  # matrix by matrix, as what is computed on the way takes six times their memory in bfloat16
+        return jax.lax.map(functools.partial(pack, axis=axis), array)
     groups = jnp.moveaxis(array.astype(jnp.float32), axis, -1)
     *others, count = groups.shape
     groups = groups.reshape(*others, count // GROUP, GROUP)

@@ -11,6 +11,7 @@ import pytest
 
 import jgg
 from jgg.core.mxfp4 import MAGNITUDES
+from jgg.core.program_memory import planned_memory
 from tests.support.passes import forward_and_backward
 
 DTYPES = {"float8_e4m3fn": (448, 4, 9), "float8_e5m2": (57344, 3, 16)}  # the largest, and -log2 of the errors
@@ -314,6 +315,12 @@ def test_mxfp4_over_explicit_axes(spec):
     for part in (got.values, got.scales):
         assert jax.typeof(part).sharding.spec == jax.P(*spec, *[None] * (3 - len(spec)))
     jax.tree.map(np.testing.assert_array_equal, got, jgg.quantize_mxfp4(w))
+
+
+def test_mxfp4_of_many_matrices_needs_little_memory_besides():
+    w = jax.ShapeDtypeStruct((16, 256, 256), jnp.bfloat16)
+    memory = planned_memory(jax.jit(jgg.quantize_mxfp4).lower(w).compile())
+    assert memory.temporaries < memory.arguments
 
 
 def test_mxfp4_refuses_what_has_no_whole_groups():
