@@ -80,7 +80,7 @@ def load(
         wider dtype keep it; a router's selection bias is at least float32.
       experts: "dense": in param_dtype, even if the folder has them quantized. "as stored": quantized if they are
         quantized in the folder. A `jgg.Fp8`: quantized while loading, and multiplied in FP8. "mxfp4": quantized by
-        `jgg.quantize_mxfp4` while loading, and multiplied in `dtype`. Quantized experts are `jgg.nnx.Frozen`.
+        `jgg.quantize_mxfp4` while loading unless the folder has MXFP4, and multiplied in `dtype`. Quantized experts are `jgg.nnx.Frozen`.
       remat, unroll, lora_rank, lora_alpha, lora_targets, lora_param_dtype, implementation, batch_invariant, sharding:
         as in `jgg.models.Decoder`.
       rngs: random number generators for new LoRA adapters, by default `nnx.Rngs(0)`.
@@ -247,7 +247,8 @@ class _Reader:
                 value = of_layer[name].filled(block, variable.shape[1:], self.tensors.__getitem__)
                 yield name, self._placed(name, value)
         if hasattr(stack.layers, "moe"):
-            keeps = OF_EXPERTS if self.experts == "as stored" else ()
+            has_mxfp4 = self.quantized is not None and self.quantized.how.is_packed
+            keeps = OF_EXPERTS if self.experts == "as stored" or (self.experts == MXFP4 and has_mxfp4) else ()
             for name, param in read_params(self.model.config.hf, self.checkpoint, number, keeps):
                 yield f"moe.{name}", self._placed(f"moe.{name}", param)
 
