@@ -26,7 +26,7 @@ from jgg.models.operations.cached_heads import check_gpu
 from jgg.models.placement import check_batch, gathered, split_batch
 from jgg.models.shard_map import map_sequences
 from jgg.models.stack_plan import StackPlan
-from jgg.models.stacks import joined, merge_stack, periods_of, rotations_of, run
+from jgg.models.stacks import joined, merge_stack, merged_stack, periods_of, rotations_of, run
 from jgg.models.token_arrays import as_choices, as_segments, check_shape, runs_of
 from jgg.nnx import sow
 
@@ -197,8 +197,10 @@ class DecoderStacks(nnx.Module):
 
         Raises: TypeError: a matrix with an adapter is a QuantizedArray. Nothing is merged then.
         """
-        for plan in self.config.plan:
-            merge_stack(getattr(self, plan.name), self.options)
+        stacks = [getattr(self, plan.name) for plan in self.config.plan]
+        jax.eval_shape(lambda: [merged_stack(layers) for layers in stacks])  # raises before anything is merged
+        for layers in stacks:
+            merge_stack(layers, self.options)
 
 
 def as_cache_dtype(cache_dtype: DTypeLike, config: ModelConfig, options: Options | None = None) -> np.dtype:

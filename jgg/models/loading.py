@@ -80,7 +80,8 @@ def load(
         wider dtype keep it; a router's selection bias is at least float32.
       experts: "dense": in param_dtype, even if the folder has them quantized. "as stored": quantized if they are
         quantized in the folder. A `jgg.Fp8`: quantized while loading, and multiplied in FP8. "mxfp4": quantized by
-        `jgg.quantize_mxfp4` while loading unless the folder has MXFP4, and multiplied in `dtype`. Quantized experts are `jgg.nnx.Frozen`.
+        `jgg.quantize_mxfp4` while loading unless the folder has MXFP4, and multiplied in `dtype`. Quantized experts
+        are `jgg.nnx.Frozen`.
       remat, unroll, lora_rank, lora_alpha, lora_targets, lora_param_dtype, implementation, batch_invariant, sharding:
         as in `jgg.models.Decoder`.
       rngs: random number generators for new LoRA adapters, by default `nnx.Rngs(0)`.

@@ -250,10 +250,15 @@ def _taken_jvp(
 
 
 def merge_stack(layers: Layer, options: Options) -> None:
-    """Merges each LoRA adapter into its matrix, a layer at a time."""
+    """Merges each LoRA adapter into its matrix."""
+    nnx.update(layers, split(merged_stack(layers), options.sharding))
+
+
+def merged_stack(layers: Layer) -> State:
+    """The state of layers with their adapters merged, a layer at a time."""
     graphdef, state = nnx.split(layers)
-    merged = jax.lax.map(functools.partial(_merged, graphdef), state)
-    nnx.update(layers, split(merged, options.sharding))
+    merged: State = jax.lax.map(functools.partial(_merged, graphdef), state)
+    return merged
 
 
 def _merged(graphdef: nnx.GraphDef[Layer], state: State) -> State:

@@ -59,6 +59,16 @@ def test_experts_in_mxfp4_stay_as_they_are(tmp_path):
     assert jgg.hf.read_config(tmp_path / "saved")["quantization_config"]["quant_method"] == "mxfp4"
 
 
+def test_a_merge_that_is_refused_changes_nothing(tmp_path):
+    """Not even in the dense layers, which come first."""
+    folder = dense_folder("glm4_moe", tmp_path / "folder")
+    model = fill_adapters(jgg.models.load(folder, dtype=jnp.float32, experts="mxfp4", lora_rank=2))
+    before = jax.tree.map(np.asarray, nnx.state(model))
+    with pytest.raises(TypeError, match="w_gate_up must be a float array, to be merged into, got QuantizedArray"):
+        model.merge_adapters()
+    jax.tree.map(np.testing.assert_array_equal, nnx.state(model), before)
+
+
 def test_sizes_without_whole_groups_are_refused():
     with pytest.raises(ValueError, match=r"experts='mxfp4' needs a multiple of 32 rows of w_down, got 8"):
         jgg.models.load(DATA / "qwen3_moe", experts="mxfp4")
