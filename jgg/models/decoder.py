@@ -50,7 +50,7 @@ class Decoder(DecoderStacks):
         that give queries, keys and values, the output of attention before its last product, and one float32 per head
         and token, so that a GPU need not attend again. Recurrent layers keep the output of their rule and the states
         before its chunks. "all": each layer keeps only its input x. "offload": the same, but in pinned memory of the
-        host, to which x is copied while the next layers compute.
+        host, to which x is copied while the layer computes. The backward pass waits for most of the copy back.
       unroll: how many layers one iteration of the scan computes, as in `jax.lax.scan`. With more, the model takes
         longer to compile and may run faster. Must be 1 with remat="offload".
       quantization: a `jgg.Fp8` to multiply the experts' products in FP8.
