@@ -39,6 +39,11 @@ class Plan(NamedTuple):
         """Bytes of the device."""
         return sum(self) - self.on_host
 
+    @property
+    def lasting(self) -> int:
+        """Bytes of the device that are there between steps too, and that no shorter sequence makes fewer."""
+        return self.experts + self.others + self.adapters + self.optimizer
+
 
 def plan[Metrics](
     model: nnx.Module,

@@ -107,14 +107,15 @@ GIB = 2**30
 def tried(monkeypatch, planned, capsys):
     """The lines that are printed on a device of 8 GiB, where `needs(args)` says how many GiB a step needs."""
 
-    def run(needs, *options):
+    def run(needs, *options, experts=2):
         device = argparse.Namespace(device_kind="NVIDIA X", memory_stats=lambda: {"bytes_limit": 8 * GIB})
         local_devices = jax.local_devices
         monkeypatch.setattr(jax, "local_devices", lambda **of: local_devices(**of) if of else [device])
 
         def plan_of(args, describe, wrt):
             describe(args)
-            return Plan(2 * GIB, GIB, 0, GIB, GIB, int(needs(args) * GIB) - 5 * GIB, GIB * (args.remat == "offload"))
+            rest = needs(args) - experts - 3
+            return Plan(experts * GIB, GIB, 0, GIB, GIB, rest * GIB, GIB * (args.remat == "offload"))
 
         monkeypatch.setattr(plan, "_plan_of", plan_of)
         code, _ = planned(*options)
@@ -141,7 +142,7 @@ def test_what_fits_is_told(tried):
 
 
 def test_the_first_option_that_fits_is_named(tried, tmp_path):
-    """Options are tried one by one, those that need less than the given ones, and then all together."""
+    """Options are tried one by one, those that need less than the given ones, then all together, and shorter."""
     folder = str(DATA / "qwen3_moe")
     all_tried = [
         "it does not fit",
@@ -152,18 +153,34 @@ def test_the_first_option_that_fits_is_named(tried, tmp_path):
         "with --batch-size 1 --accumulate 12: 9.00 GiB: it does not fit",
         "with --sequence-length 1024: 9.00 GiB: it does not fit",
     ]
-    code, lines = tried(lambda args: 9, "finetune", folder, "--accumulate", "3")
+    code, lines = tried(lambda args: 9 - (args.sequence_length < 512), "finetune", folder, "--accumulate", "3")
     assert (code, lines[8:15]) == (1, all_tried)
-    together = "--remat offload --experts fp8 --batch-size 1 --accumulate 12 --sequence-length 1024"
-    assert lines[15:] == [f"with {together}: 9.00 GiB, and 1.00 GiB in the host's memory: it does not fit"]
+    together = "with --remat offload --experts fp8 --batch-size 1 --accumulate 12 --sequence-length"
+    on_host = "and 1.00 GiB in the host's memory"
+    assert lines[15:] == [
+        f"{together} 1024: 9.00 GiB, {on_host}: it does not fit",
+        f"{together} 512: 9.00 GiB, {on_host}: it does not fit",
+        f"{together} 256: 8.00 GiB, {on_host}: it fits",
+    ]
     code, lines = tried(lambda args: 9 - (args.batch_size == 1), "finetune", folder, "--accumulate", "3")
     assert lines[8:] == [*all_tried[:5], "with --batch-size 1 --accumulate 12: 8.00 GiB: it fits"]
     assert code == 1
     options = "--remat", "offload", "--full", "--batch-size", "1"
     _, lines = tried(lambda args: 9, "finetune", folder, *options)
-    assert [line.split(":")[0] for line in lines[9:]] == ["it does not fit", "with --sequence-length 1024"]
+    shorter = [f"with --sequence-length {length}" for length in (1024, 512, 256, 128)]
+    assert [line.split(":")[0] for line in lines[9:]] == ["it does not fit", *shorter]
     _, lines = tried(lambda args: 9 - (args.experts == "as-stored"), "finetune", str(FOLDERS["MXFP4"](tmp_path)))
     assert lines[-1] == "with --experts as-stored: 8.00 GiB: it fits"
     new = str(folder_with_tokenizer("qwen3_moe", tmp_path / "new"))
     _, lines = tried(lambda args: 9 - (args.remat == "all"), "train", new)
     assert lines[-1] == "with --remat all: 8.00 GiB: it fits"
+
+
+def test_what_no_shorter_sequence_makes_less_is_told(tried):
+    options = "finetune", str(DATA / "qwen3_moe"), "--remat", "offload"
+    alone = "parameters and the state of the optimizer alone take 9.00 GiB"
+    _, lines = tried(lambda args: 11, *options, experts=7)
+    assert lines[-1] == f"{alone}: take fewer --targets or a smaller --lora-rank"
+    assert "--sequence-length 1024: 11.00 GiB" in lines[-2]
+    _, lines = tried(lambda args: 11, *options, "--full", experts=7)
+    assert lines[-1] == alone

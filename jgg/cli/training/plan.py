@@ -15,6 +15,7 @@ from jgg.data.batching import DTYPES
 from jgg.models import Decoder, ModelConfig
 from jgg.train.planning import Plan, plan
 
+_SHORTEST = 128  # tokens of a sequence that are still tried
 _PARTS = {
     "experts": "weights of the experts",
     "others": "other weights",
@@ -41,6 +42,8 @@ def run(
 ) -> int:
     """Prints what the step of these options needs and, if the device has less, the first change of them that fits.
 
+    If no change alone fits, all of them are tried together, and then with shorter and shorter sequences.
+
     Args:
       args: the options, settled.
       describe: args -> the model without values.
@@ -64,17 +67,31 @@ def run(
         return 0
     fits = own.total <= limit
     print("it fits" if fits else "it does not fit", flush=True)
+    if fits:
+        return 0
+
+    def tried(change: dict[str, Any]) -> Plan:
+        return _tried(args, change, describe, wrt, limit)
+
     together: dict[str, Any] = {}
-    for change in () if fits else _changes(args, experts):
+    needed, last = own, None
+    for change in _changes(args, experts):
         try:
-            if _fits(args, change, describe, wrt, limit):
+            needed, last = tried(change), change
+            if needed.total <= limit:
                 return 1
             together |= change
         except ValueError as error:  # such as sizes that MXFP4 cannot have
             print(f"with {_in_words(change)}: {error}", flush=True)
-    if len(together) > 1:
-        _fits(args, together, describe, wrt, limit)
-    return int(not fits)
+    if together and together != last:
+        needed = tried(together)
+    while needed.total > limit >= needed.lasting and together.get("sequence_length", 0) >= 2 * _SHORTEST:
+        together["sequence_length"] //= 2
+        needed = tried(together)
+    if needed.lasting > limit:
+        less = ": take fewer --targets or a smaller --lora-rank" if wrt is nnx.LoRAParam else ""
+        print(f"parameters and the state of the optimizer alone take {_gib(needed.lasting)} GiB{less}")
+    return 1
 
 
 def _changes(args, experts: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -90,16 +107,15 @@ def _changes(args, experts: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield {"sequence_length": args.sequence_length // 2}
 
 
-def _fits(
+def _tried(
     args, change: dict[str, Any], describe: Callable[[Any], Decoder], wrt: type[nnx.Variable[jax.Array]], limit: int
-) -> bool:
-    """Whether the step fits with other options; prints it."""
+) -> Plan:
+    """What the step needs with other options; prints whether it fits."""
     needed = _plan_of(dataclasses.replace(args, **change), describe, wrt)
     host = f", and {_gib(needed.on_host)} GiB in the host's memory" if needed.on_host else ""
-    fits = needed.total <= limit
-    verb = "it fits" if fits else "it does not fit"
+    verb = "it fits" if needed.total <= limit else "it does not fit"
     print(f"with {_in_words(change)}: {_gib(needed.total)} GiB{host}: {verb}", flush=True)
-    return fits
+    return needed
 
 
 def _in_words(change: dict[str, Any]) -> str:
