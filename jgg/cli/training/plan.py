@@ -85,9 +85,11 @@ def run(
             print(f"with {_in_words(change)}: {error}", flush=True)
     if together and together != last:
         needed = tried(together)
-    while needed.total > limit >= needed.lasting and together.get("sequence_length", 0) >= 2 * _SHORTEST:
+    least = needed.lasting
+    while needed.total > limit >= least and together.get("sequence_length", 0) >= 2 * _SHORTEST:
         together["sequence_length"] //= 2
-        needed = tried(together)
+        before, needed = needed.total, tried(together)
+        least = 2 * needed.total - before  # all further halves together save no more than this one
     if needed.lasting > limit:
         less = ": take fewer --targets or a smaller --lora-rank" if wrt is nnx.LoRAParam else ""
         print(f"parameters and the state of the optimizer alone take {_gib(needed.lasting)} GiB{less}")
