@@ -3,11 +3,13 @@
     python -m benchmarks.optimizers --run orthogonalize --peers optax,quack
     python -m benchmarks.optimizers --run step --layers 8 --batch 16
     python -m benchmarks.optimizers --run loss --steps 600
+    python -m benchmarks.optimizers --run states --steps 1000
 
 orthogonalize: five iterations on stacks of experts of Qwen3-30B-A3B, with the largest error of a singular value against
 the same iterations in float32. step: a step of a model of its sizes with random weights in bfloat16, under SGD without
 momentum, AdamW and Muon. loss: the held-out bits per byte of the demo's model under AdamW and under optax's Muon and
-jgg's with the same rates. On a CPU small sizes are measured.
+jgg's with the same rates. states: the training losses of the same model with states in float32 and in 8 bits. On a CPU
+small sizes are measured.
 
 QuACK's is the plain iteration by `gemm_symmetric` and torch.baddbmm; `pip install quack-kernels==0.6.5`, torch.
 """
@@ -38,10 +40,13 @@ from jgg.cli.arguments import new_file, positive_int
 from jgg.cli.console import number, print_table
 from jgg.cli.demo.model import HEAD_DIM
 from jgg.cli.errors import UsageError
+from jgg.core.quantized import count_numbers
 from jgg.optim.coefficients import coefficients_of
+from jgg.train.planning import num_bytes
 from jgg.tuning.timing import first_line, median_seconds
 
-RUNS = "orthogonalize", "step", "loss"
+RUNS = "orthogonalize", "step", "loss", "states"
+LAST = 50  # steps whose losses are averaged
 PEERS = "optax", "quack"
 SIZES = (128, 1536, 2048), (128, 768, 2048)
 SMALL_SIZES = ((4, 48, 64),)
@@ -183,23 +188,59 @@ def _seconds_of_step(config: Any, optimizer: optax.GradientTransformation, token
 def measure_losses(args: argparse.Namespace) -> list[tuple[str, ...]]:
     """A row for each optimizer and seed: the held-out bits per byte of the demo's model."""
     rows: list[tuple[str, ...]] = []
-    corpus = load_corpus()
     for seed in range(args.seeds):
         for name, make in _optimizers(args.steps).items():
-            settings = Settings(
-                args.steps, args.demo_batch, args.demo_sequence, args.hidden, args.demo_layers, experts=8, topk=2,
-                seed=seed, implementation=None, dtype="float32", fp8=False,
-            )  # fmt: skip
-            model_key, data_key = jax.random.split(jax.random.key(seed))
-            model = make_model(settings, nnx.Rngs(model_key))
-            numbers = jgg.optim.matrices(nnx.state(model, nnx.Param))
-            trainer, batch_of = make_trainer(model, make(numbers), settings, corpus.train, data_key)
-            for _ in trainer.fit(batch_of, args.steps, every=(args.steps,)):
-                pass
-            windows = held_out_windows(corpus.held_out, settings.seq, settings.batch)
-            rows.append((name, str(seed), f"{held_out_bits(trainer.model, *windows).item():.4f}"))
+            _, _, held_out = _learned(args, make, seed)
+            rows.append((name, str(seed), f"{held_out:.4f}"))
             print(*rows[-1], flush=True)
     return rows
+
+
+def measure_states(args: argparse.Namespace) -> list[tuple[str, ...]]:
+    """A row for each optimizer, seed and kind of state.
+
+    It has bytes of state per parameter, bits per byte in the mean of the last steps and held out, and the largest
+    difference from float32 states of means of 50 steps.
+    """
+    rows: list[tuple[str, ...]] = []
+    optimizers = _optimizers(args.steps)
+    kinds: dict[str, Callable[..., Any]] = {
+        "float32": lambda optimizer: optimizer,
+        "8 bits": jgg.optim.states_in_8_bits,
+    }
+    for seed in range(args.seeds):
+        for name in ("AdamW", "AdamW, b2 0.999", "jgg's Muon"):
+            wanted = None
+            for kind, wrap in kinds.items():
+                make = lambda numbers, wrap=wrap, name=name: wrap(optimizers[name](numbers))  # noqa: E731
+                losses, size, held_out = _learned(args, make, seed)
+                last = min(LAST, len(losses))
+                means = np.convolve(losses, np.full(last, 1 / last), "valid")
+                wanted = means if wanted is None else wanted
+                row = f"{size:.2f}", f"{means[-1]:.4f}", f"{held_out:.4f}", f"{np.abs(means - wanted).max():.4f}"
+                rows.append((name, str(seed), kind, *row))
+                print(*rows[-1], flush=True)
+    return rows
+
+
+def _learned(
+    args: argparse.Namespace, make: Callable[[Any], optax.GradientTransformation], seed: int
+) -> tuple[np.ndarray, float, float]:
+    """Trains the demo's model: the bits per byte of each step, bytes of state per parameter, held-out bits per byte."""
+    settings = Settings(
+        args.steps, args.demo_batch, args.demo_sequence, args.hidden, args.demo_layers, experts=8, topk=2,
+        seed=seed, implementation=None, dtype="float32", fp8=False,
+    )  # fmt: skip
+    corpus = load_corpus()
+    model_key, data_key = jax.random.split(jax.random.key(seed))
+    model = make_model(settings, nnx.Rngs(model_key))
+    params = nnx.state(model, nnx.Param)
+    optimizer = make(jgg.optim.matrices(params))
+    size = num_bytes(jax.eval_shape(optimizer.init, params)) / count_numbers(params)
+    trainer, batch_of = make_trainer(model, optimizer, settings, corpus.train, data_key)
+    losses = [record.metrics["bits_per_byte"] for record in trainer.fit(batch_of, args.steps, every=(args.steps,))]
+    windows = held_out_windows(corpus.held_out, settings.seq, settings.batch)
+    return np.concatenate(losses), size, held_out_bits(trainer.model, *windows).item()
 
 
 def _optimizers(steps: int) -> dict[str, Callable[[Any], optax.GradientTransformation]]:
@@ -216,6 +257,7 @@ def _optimizers(steps: int) -> dict[str, Callable[[Any], optax.GradientTransform
 
     return {
         "AdamW": lambda numbers: clipped(optax.adamw(rate, b2=0.95, weight_decay=0.1)),
+        "AdamW, b2 0.999": lambda numbers: clipped(optax.adamw(rate, weight_decay=0.1)),
         "optax's Muon": by_optax,
         "jgg's Muon": lambda numbers: clipped(jgg.optim.muon(rate, **options)),
         "jgg's Muon, Polar Express": lambda _: clipped(jgg.optim.muon(rate, "polar_express", **options)),
@@ -226,6 +268,7 @@ _RUNS: dict[str, tuple[Callable[[argparse.Namespace], list[tuple[str, ...]]], tu
     "orthogonalize": (measure_iterations, ("stack", "by", "ms", "TFLOP/s", "error")),
     "step": (measure_steps, ("optimizer", "ms", "more than SGD", "share")),
     "loss": (measure_losses, ("optimizer", "seed", "bits/byte")),
+    "states": (measure_states, ("optimizer", "seed", "state", "bytes", "bits/byte", "held out", "difference")),
 }
 
 
@@ -241,8 +284,8 @@ def make_parser() -> argparse.ArgumentParser:
         ("batch", 16, "sequences of --run step"),
         ("sequence", 4096, "tokens of a sequence of --run step"),
         ("repeats", 5, "timed steps of --run step"),
-        ("steps", 600, "steps of --run loss"),
-        ("seeds", 1, "seeds of --run loss"),
+        ("steps", 600, "steps of --run loss and states"),
+        ("seeds", 1, "seeds of --run loss and states"),
         ("hidden", 128, "features of the demo's model"),
         ("demo-layers", 3, "layers of the demo's model"),
         ("demo-batch", 8, "windows of a step of the demo"),
@@ -261,7 +304,7 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError(f"--hidden must be a multiple of {HEAD_DIM}, got {args.hidden}")
     measure, headings = _RUNS[args.run]
     rows = measure(args)
-    print_table(headings, rows, headings[: 1 if args.run == "step" else 2])
+    print_table(headings, rows, headings[: {"step": 1, "states": 3}.get(args.run, 2)])
     if args.json:
         cells = [dict(zip(headings, row, strict=True)) for row in rows]
         args.json.write_text(json.dumps({"device": jax.devices()[0].device_kind, "rows": cells}, indent=2))

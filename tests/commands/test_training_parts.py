@@ -9,14 +9,16 @@ import pytest
 
 from jgg.cli.errors import UsageError
 from jgg.cli.training import devices, loop
+from jgg.cli.training.options import OPTIMIZER_STATES, OPTIMIZERS
 
 
 @pytest.mark.usefixtures("optax_promotion")
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_matrices_decay_by_either_optimizer(optimizer):
+@pytest.mark.parametrize("states", OPTIMIZER_STATES)
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_matrices_decay_by_either_optimizer(optimizer, states):
     params = {"w_o": jnp.ones((4, 6)), "w_head": jnp.ones((6, 5)), "b_q": jnp.ones(4), "attention_norm": jnp.ones(4)}
     zeros = jax.tree.map(jnp.zeros_like, params)
-    args = argparse.Namespace(optimizer=optimizer, weight_decay=0.1)
+    args = argparse.Namespace(optimizer=optimizer, optimizer_states=states, weight_decay=0.1)
     made = loop.optimizer_of(args, lambda step: 0.5 - 0.25 * step)
     state = made.init(params)
     for rate in (0.5, 0.25):

@@ -120,6 +120,36 @@ def check_axes_of_both_kinds():
         np.testing.assert_allclose(got["w_down"], one["w_down"], atol=2e-3, err_msg=str(spec))
 
 
+def check_states_in_8_bits(kind):
+    """Codes are where their parameter is, exponents too if no block is split, and nothing but scalars is sent."""
+    mesh = jax.make_mesh((2, 2, 2), AXES, axis_types=(kind,) * 3)
+    for shape, spec, sent in (
+        ((2, 8, 16, 768), P(None, "a", None, ("b", "c")), False),
+        ((4, 96, 64), P(None, ("a", "b")), False),
+        ((64, 1408), P(None, ("a", "b", "c")), False),
+        ((64, 132), P("b", ("a", "c")), True),  # two blocks, and four devices
+    ):
+        if sent and kind == AUTO:  # XLA would put the exponents somewhere else after a step
+            continue
+        optimizer = jgg.optim.states_in_8_bits(optax.adamw(0.1))
+        g, p = {"w": random(shape, 0)}, {"w": random(shape, 1)}
+        one, state, _ = updates_of(optimizer, g, p)
+        sharding = jax.NamedSharding(mesh, spec)
+        g, p = (jax.device_put(each, sharding) for each in (g, p))
+        with jax.set_mesh(mesh) if kind == EXPLICIT else contextlib.nullcontext():
+            first = optimizer.init(p)
+            got, got_state, program = updates_of(optimizer, g, p)
+        np.testing.assert_allclose(got["w"], one["w"], rtol=1e-5, atol=1e-6)
+        jax.tree.map(np.testing.assert_array_equal, got_state, state)
+        of_exponents = P(*spec[:-1]) if sent else spec
+        for each in (first, got_state):
+            assert each.inner[0].mu["w"].sharding.is_equivalent_to(sharding, len(shape)), shape
+            own = each.exponents[0].nu["w"]
+            assert own.sharding.is_equivalent_to(jax.NamedSharding(mesh, of_exponents), own.ndim), (shape, own.sharding)
+        assert bool(collectives(program)) == sent, (shape, collectives(program))
+        print(kind, "8 bits", shape, collectives(program))
+
+
 def check_model():
     """A whole model's step, with shardings and without, where XLA decides."""
     tokens = jnp.asarray(np.random.default_rng(0).integers(0, 64, (8, 9)))
@@ -157,6 +187,8 @@ def main(which="all"):
         check_parameters(EXPLICIT, EXPLICIT_CASES[1:2], is_told=False)  # the types of arrays say it
         check_axes_in_another_order()
         check_axes_of_both_kinds()
+        check_states_in_8_bits(AUTO)
+        check_states_in_8_bits(EXPLICIT)
     if which != "few":
         with jax.numpy_dtype_promotion("standard"):
             check_model()

@@ -49,7 +49,9 @@ def schedule_of(args, steps: int) -> optax.Schedule:
 
 
 def optimizer_of(args, schedule: optax.Schedule, shardings: object = None) -> optax.GradientTransformation:
-    """AdamW or Muon behind a bound of the gradients' norm; biases and the scales of norms have no weight decay.
+    """AdamW or Muon behind a bound of the gradients' norm, with states in float32 or in 8 bits.
+
+    Biases and the scales of norms have no weight decay.
 
     Args:
       shardings: where the parameters are on a mesh; None for one device.
@@ -60,12 +62,16 @@ def optimizer_of(args, schedule: optax.Schedule, shardings: object = None) -> op
             lambda path, _: any(str(getattr(key, "key", "")).startswith("w_") for key in path), params
         )
 
+    are_small = args.optimizer_states == "8bit"
     if args.optimizer == "muon":
-        updates = jgg.optim.muon(1.0, consistent_rms=_RMS, adam_b2=_B2, shardings=shardings)
+        dtype = "bfloat16" if are_small else None  # Muon writes out a parameter's new momentum
+        updates = jgg.optim.muon(1.0, consistent_rms=_RMS, adam_b2=_B2, mu_dtype=dtype, shardings=shardings)
         decay = optax.add_decayed_weights(-args.weight_decay, is_matrix)  # updates are negative here
         optimizer = optax.chain(updates, decay, optax.scale_by_schedule(schedule))
     else:
         optimizer = optax.adamw(schedule, b2=_B2, weight_decay=args.weight_decay, mask=is_matrix)
+    if are_small:
+        optimizer = jgg.optim.states_in_8_bits(optimizer)
     return optax.chain(optax.clip_by_global_norm(_CLIP), optimizer)
 
 

@@ -21,6 +21,7 @@ from jgg.core.choices import (
 )
 
 OPTIMIZERS = "adamw", "muon"
+OPTIMIZER_STATES = "float32", "8bit"
 _LARGEST_RANK = 2**16  # a rank above the sizes of a matrix adds nothing, and no model's are larger
 _not_negative = number("0 or more and finite", lambda value: 0 <= value < math.inf)
 _model, _data, _training = (functools.partial(option, group) for group in ("model", "data", "training"))
@@ -102,6 +103,8 @@ class Learning(Options):
         metavar="N", alternative="length", may_change=True)
     optimizer: str = _training("muon: the matrices of layers by Muon, all else by AdamW", default="adamw",
         choices=OPTIMIZERS)
+    optimizer_states: str = _training("8bit: the moments of large parameters take a quarter of the memory, rounded",
+        default="float32", choices=OPTIMIZER_STATES)
     learning_rate: float | None = _training("the highest rate, after the warm-up; it falls to 0 along a cosine",
         positive_float, metavar="RATE", shown="1e-3")
     warmup: int | None = _training("steps over which the rate rises", positive_int, metavar="STEPS",

@@ -1,0 +1,137 @@
+"""Arrays in 8-bit floats with an exponent per block, rounded stochastically: what optimizers' moments are kept in.
+
+An array [..., N] has codes, uint8 [..., N], and exponents, uint8 [..., N / block], of a power of two per block, as
+float32 has them. A code is a float of 4 significant bits, relative to its block's power of two. With a sign it has 4
+bits of exponent: it is precise from 1 down to 2**-14, and a multiple of 2**-17 below. Without, it has 5 bits of
+exponent: it is precise down to 2**-29, a multiple of 2**-32 below, and not 0 unless the number is 0.
+"""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from jgg.core.rounding import magnitudes
+
+_BLOCK = 128  # the most elements with one exponent
+_LEAST_BLOCK = 8
+_PARTS = 8  # a mesh that splits the last axis into 2, 4 or 8 parts splits no block, if the axis allows
+_DIGITS = 3  # of a code, after its leading 1
+# the code of 1 has this exponent, and powers of two as float8_e4m3fn and float16 have them
+_SIGNED, _UNSIGNED = 8, 15
+
+
+def block_of(size: int) -> int | None:
+    """Elements per block of an axis; None if the axis has no even blocks of at least 8 and at most 128 elements."""
+    blocks = [block for block in range(_LEAST_BLOCK, _BLOCK + 1) if size % block == 0]
+    even = [block for block in blocks if (size // block) % _PARTS == 0]
+    return max(even or blocks, default=None)
+
+
+def decoded(codes: jax.Array, exponents: jax.Array, *, signed: bool) -> jax.Array:
+    """The float32 array that was encoded, rounded."""
+    blocks = _in_blocks(codes, exponents.shape[-1])
+    if signed:
+        values = jax.lax.bitcast_convert_type(blocks, jnp.float8_e4m3fn).astype(jnp.float32) * 2.0**-_SIGNED
+    else:  # the upper bits of a float16, without its sign
+        halves = jax.lax.bitcast_convert_type(blocks.astype(jnp.uint16) << 10 - _DIGITS, jnp.float16)
+        values = halves.astype(jnp.float32) * 2.0**-_UNSIGNED
+    return _whole(values * _powers(exponents), codes)
+
+
+def exponents_of(array: jax.Array, *, signed: bool) -> jax.Array:
+    """The exponents of an array [..., N] with `block_of(N)`; 255 where a block is not finite.
+
+    A negative number counts as infinite unless `signed`.
+    """
+    block = block_of(array.shape[-1])
+    assert block is not None
+    sizes = _sizes(_in_blocks(array.astype(jnp.float32), array.shape[-1] // block), signed)
+    # 0x7FFFFF rounds up to a power of two
+    return jnp.maximum(_bits(jnp.max(sizes, axis=-1)) + 0x7FFFFF >> 23, 1).astype(jnp.uint8)
+
+
+def encoded(array: jax.Array, exponents: jax.Array, salt: jax.Array, *, signed: bool) -> jax.Array:
+    """The codes of an array, rounded stochastically: the mean over many salts is the array itself.
+
+    All numbers of a block whose exponent is 255 become NaN or infinite. An array that was decoded does not change.
+
+    Args:
+      array: float [..., N].
+      exponents: its `exponents_of`.
+      salt: uint32 [], which selects how elements are rounded.
+      signed: whether elements may be negative.
+    """
+    values = _in_blocks(array.astype(jnp.float32), exponents.shape[-1])
+    parts = values / _powers(exponents)  # at most 1
+    least = 2.0 ** (1 - (15 if signed else 30))  # of precise numbers
+    step = _floats(_bits(jnp.maximum(jnp.abs(parts), least)) & 0x7F800000) * 2.0**-_DIGITS
+    up = (_noise(values.shape, salt) >> 13).astype(jnp.float32) * 2.0**-19  # few digits, so that the sum is exact
+    parts = jnp.floor(parts / step + up) * step
+    if signed:
+        codes = jax.lax.bitcast_convert_type((parts * 2.0**_SIGNED).astype(jnp.float8_e4m3fn), jnp.uint8)
+    else:
+        parts = jnp.where(values > 0, jnp.maximum(parts, least * 2.0**-_DIGITS), parts)
+        halves = jax.lax.bitcast_convert_type((parts * 2.0**_UNSIGNED).astype(jnp.float16), jnp.uint16)
+        codes = (halves >> 10 - _DIGITS).astype(jnp.uint8)
+    return _whole(codes, array)
+
+
+def _sizes(values: jax.Array, signed: bool) -> jax.Array:
+    return magnitudes(values) if signed else jnp.where(values >= 0, values, jnp.inf)
+
+
+def sharding_of_blocks(own: jax.NamedSharding, ndim: int, blocks: int) -> jax.NamedSharding:
+    """That of exponents [..., blocks] of codes of `ndim` axes with a sharding: theirs, if it splits no block."""
+    spec = (*own.spec, *[None] * (ndim - len(own.spec)))
+    names = spec[-1] if isinstance(spec[-1], tuple) else () if spec[-1] is None else (spec[-1],)
+    splits = blocks % math.prod(own.mesh.shape[name] for name in names) != 0
+    last = None if splits else spec[-1]
+    return own.update(spec=jax.P(*spec[:-1], last))
+
+
+def _in_blocks(array: jax.Array, count: int) -> jax.Array:
+    own = jax.typeof(array).sharding
+    of_blocks = sharding_of_blocks(own, array.ndim, count).spec
+    shape = *array.shape[:-1], count, array.shape[-1] // count
+    return jnp.reshape(array, shape, out_sharding=own.update(spec=jax.P(*of_blocks, None)) if any(own.spec) else None)
+
+
+def _whole(blocks: jax.Array, like: jax.Array) -> jax.Array:
+    """Blocks in the shape and place of an array."""
+    own = jax.typeof(like).sharding
+    return jnp.reshape(blocks, like.shape, out_sharding=own if any(own.spec) else None)
+
+
+def _bits(array: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(array, jnp.uint32)
+
+
+def _floats(bits: jax.Array) -> jax.Array:
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _powers(exponents: jax.Array) -> jax.Array:
+    """float32 [..., blocks, 1]."""
+    return _floats(exponents.astype(jnp.uint32) << 23)[..., None]
+
+
+def _noise(shape: tuple[int, ...], salt: jax.Array) -> jax.Array:
+    """Random 32 bits for each element of blocks [..., rows, blocks, elements], the same in every matrix of a stack.
+
+    So a layer alone is rounded as in its stack, and rounding errors elsewhere change no element's noise.
+    """
+    place = jnp.zeros((), jnp.uint32)
+    for axis in range(max(len(shape) - 3, 0), len(shape)):
+        place = place * shape[axis] + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
+    return mixed(place * jnp.uint32(0x9E3779B9) ^ salt)
+
+
+def mixed(bits: jax.Array) -> jax.Array:
+    """A hash of uint32s, in which each bit depends on all bits.
+
+    Source: the finalizer of MurmurHash3, A. Appleby, 2008.
+    """
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
+        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
+    return bits ^ (bits >> 16)

@@ -1,0 +1,225 @@
+"""Lets an optax optimizer keep its moments in 8 bits."""
+
+import itertools
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.core import Tracer
+
+from jgg.core.arguments import check, check_instance
+from jgg.extend import barrier
+from jgg.optim.eight_bits import block_of, decoded, encoded, exponents_of, mixed, sharding_of_blocks
+
+_LEAST_SIZE = 4096  # elements, as in bitsandbytes; smaller arrays, such as biases, would save nothing
+
+type Path = tuple[Any, ...]
+
+
+class EightBitState(NamedTuple):
+    """The state of `states_in_8_bits`.
+
+    Attributes:
+      step: int32 [], number of updates so far.
+      inner: the state of the wrapped optimizer; its large moments are uint8 arrays of the same shapes.
+      exponents: uint8 [..., N / block] for each of these arrays [..., N], `optax.MaskedNode()` for all others.
+    """
+
+    step: jax.Array
+    inner: optax.OptState
+    exponents: optax.OptState
+
+
+def states_in_8_bits(
+    optimizer: optax.GradientTransformation | optax.MultiSteps,
+    *,
+    signed: Collection[str] = ("mu", "trace"),
+    non_negative: Collection[str] = ("nu",),
+) -> optax.GradientTransformationExtraArgs:
+    """Keeps an optimizer's moments in 8 bits: AdamW's take about 2 bytes per parameter rather than 8, Muon's 1 than 4.
+
+    Each update decodes the moments, lets the optimizer update them in their own dtype, and encodes them again. An
+    element is a float of 4 significant bits, relative to a power of two that a block of at most 128 elements of the
+    last axis shares. A first moment has a sign and 4 bits of exponent, a second moment 5 bits of exponent.
+
+    - Rounding is stochastic. With `b2=0.999` an update changes a second moment by about 0.1%, much less than half the
+      distance of two 8-bit numbers: rounded to nearest, it would never change. Noise is a hash of the number of
+      updates and of the array, so the same run gives the same bits.
+    - AdamW divides by the square root of the second moment. One that is not 0 stays so: it is at least 2**-32 of its
+      block's largest. The least first moment other than 0 is below 2**-16 of its block's largest. So rounding a first
+      moment up moves an element no further than the largest first moment, divided by the largest root, would.
+
+    Arrays keep their axes, so codes can be sharded like their parameter, and a layer of the state is a slice. Where
+    something is not finite, its whole block becomes so.
+
+    Examples:
+      >>> import jgg, jgg.optim, optax
+      >>> optimizer = jgg.optim.states_in_8_bits(optax.adamw(1e-4))
+      >>> params = {"w": jnp.ones((64, 128))}
+      >>> state = optimizer.init(params)
+      >>> sum(leaf.nbytes for leaf in jax.tree.leaves(state)) / params["w"].size < 2.2
+      True
+
+    Args:
+      optimizer: the optax optimizer, such as `optax.adamw` or `jgg.optim.muon`, also in `optax.chain` and with
+        clipping.
+      signed: fields of the optimizer's states with an array per parameter, to keep in 8 bits. Only arrays of the
+        parameter's shape with at least 4,096 elements are, if their last axis divides into blocks of 8 to 128.
+      non_negative: further such fields, without negative numbers; a negative one makes its block infinite.
+
+    Returns:
+      An optax optimizer. In `float32_masters(states_in_8_bits(...))` the masters stay float32.
+
+    Raises:
+      TypeError: the optimizer is none of optax, or fields are no collection of names.
+      ValueError: a field is both signed and non-negative; in `init`, the optimizer's state has none of the fields.
+
+    Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, https://arxiv.org/abs/2110.02861,
+      where 8-bit numbers come from a table and are rounded to nearest.
+    """
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    check_instance("optimizer", optimizer, optax.GradientTransformation, "an optimizer of optax")
+    is_signed = _fields("signed", signed, True) | _fields("non_negative", non_negative, False)
+    twice = set(signed) & set(non_negative)
+    check(not twice, f"signed and non_negative must be of different fields, got {', '.join(sorted(twice))} in both.")
+    inner = optax.with_extra_args_support(optimizer)
+
+    def first(params: optax.Params) -> EightBitState:
+        own = inner.init(params)
+        found = _of_parameters(own, params, is_signed)
+
+        def exponents_at(path: Path, array: jax.Array) -> jax.Array | optax.MaskedNode:
+            if path not in found or not _fits(array):
+                return optax.MaskedNode()
+            array += barrier(jnp.zeros((), array.dtype))  # else XLA computes with constants while it compiles
+            return exponents_of(array, signed=is_signed[found[path].field])
+
+        exponents, count = jax.tree.map_with_path(exponents_at, own), jnp.zeros((), jnp.int32)
+        return EightBitState(count, _encoded(own, exponents, count, is_signed), exponents)
+
+    def init(params: optax.Params) -> EightBitState:
+        if any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
+            return first(params)
+        # compiled, so that the moments are not all there in float32 first
+        state = jax.eval_shape(first, params)
+        return jax.jit(first, out_shardings=_shardings(state, params, is_signed))(params)
+
+    def update(
+        updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: object
+    ) -> tuple[optax.Updates, EightBitState]:
+        types = jax.eval_shape(inner.init, updates if params is None else params)
+
+        def step(own: optax.OptState, exponents: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
+            return inner.update(updates, _decoded(own, exponents, types, is_signed), params, **extra)
+
+        def exponents_at(path: Path, array: jax.Array, old: object) -> object:
+            return old if _is_masked(old) else exponents_of(array, signed=_is_signed(path, is_signed))
+
+        # XLA would write new moments to memory between their exponents and their codes, so both compute them
+        exponents = jax.tree.map_with_path(exponents_at, step(state.inner, state.exponents)[1], state.exponents)
+        exponents, own = barrier((exponents, (state.inner, state.exponents)))
+        updates, new = step(*own)
+        count = jnp.asarray(optax.safe_increment(state.step))
+        return updates, EightBitState(count, _encoded(new, exponents, count, is_signed), exponents)
+
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def _decoded(
+    state: optax.OptState, exponents: optax.OptState, types: optax.OptState, fields: Mapping[str, bool]
+) -> optax.OptState:
+    """The state of the wrapped optimizer, with arrays of these types in place of codes."""
+
+    def array_at(path: Path, codes: jax.Array, own: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
+        return codes if _is_masked(own) else decoded(codes, own, signed=_is_signed(path, fields)).astype(like.dtype)
+
+    return jax.tree.map_with_path(array_at, state, exponents, types)
+
+
+def _encoded(
+    state: optax.OptState, exponents: optax.OptState, count: jax.Array, fields: Mapping[str, bool]
+) -> optax.OptState:
+    """The state of the wrapped optimizer, with codes in place of the arrays that have exponents."""
+    numbers = itertools.count()
+
+    def codes_at(path: Path, array: jax.Array, own: Any) -> jax.Array:
+        salt = mixed(count.astype(jnp.uint32) ^ mixed(jnp.uint32(next(numbers))))
+        return array if _is_masked(own) else encoded(array, own, salt, signed=_is_signed(path, fields))
+
+    return jax.tree.map_with_path(codes_at, state, exponents)
+
+
+def _is_masked(exponents: object) -> bool:
+    return isinstance(exponents, optax.MaskedNode)
+
+
+def _field_at(path: Path, fields: Collection[str]) -> int | None:
+    """Where a path has the name of one of the fields."""
+    names = [key.name if isinstance(key, jax.tree_util.GetAttrKey) else None for key in path]
+    return next((at for at, name in enumerate(names) if name in fields), None)
+
+
+def _is_signed(path: Path, fields: Mapping[str, bool]) -> bool:
+    at = _field_at(path, fields)
+    assert at is not None
+    return fields[path[at].name]
+
+
+def _fields(name: str, fields: Collection[str], signed: bool) -> dict[str, bool]:
+    is_right = isinstance(fields, Collection) and not isinstance(fields, str)
+    if not is_right or not all(isinstance(field, str) for field in fields):
+        raise TypeError(f'{name} must be a collection of names of fields, such as ("mu",), got {fields!r}.')
+    return dict.fromkeys(fields, signed)
+
+
+def _fits(array: jax.Array) -> bool:
+    """Whether an array is kept in 8 bits."""
+    is_float = jnp.issubdtype(array.dtype, jnp.floating)
+    return is_float and array.ndim > 0 and array.size >= _LEAST_SIZE and block_of(array.shape[-1]) is not None
+
+
+class _Moment(NamedTuple):
+    """An array of a state, for a parameter."""
+
+    field: str
+    parameter: Path
+
+
+def _of_parameters(state: optax.OptState, params: optax.Params, fields: Collection[str]) -> dict[Path, _Moment]:
+    """The arrays that a state has for parameters in one of the fields, by their paths.
+
+    Raises: ValueError: the state has none of these fields.
+    """
+    shapes = {path: jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+    at = {path: _field_at(path, fields) for path, _ in jax.tree.leaves_with_path(state)}
+    has_field = any(index is not None for index in at.values())
+    check(has_field or not shapes, f"optimizer must have a state with a field {' or '.join(fields)}, got none.")
+    return {
+        path: _Moment(path[index].name, path[index + 1 :])
+        for path, leaf in jax.tree.leaves_with_path(state)
+        if (index := at[path]) is not None and shapes.get(path[index + 1 :]) == leaf.shape
+    }
+
+
+def _shardings(state: EightBitState, params: optax.Params, fields: Collection[str]) -> Any:
+    """Where a state's arrays are: as their parameter, all others whole; None where no mesh splits parameters."""
+    places: dict[Path, Any] = {
+        path: getattr(leaf, "sharding", None) for path, leaf in jax.tree.leaves_with_path(params)
+    }
+    mesh = next((place.mesh for place in places.values() if isinstance(place, jax.NamedSharding)), None)
+    if mesh is None:
+        return None
+    found, whole = _of_parameters(state.inner, params, fields), jax.NamedSharding(mesh, jax.P())
+    inner = jax.tree.map_with_path(
+        lambda path, _: places[found[path].parameter] if path in found else whole, state.inner
+    )
+
+    def of_exponents(codes: jax.ShapeDtypeStruct, place: Any, exponents: Any) -> object:
+        if _is_masked(exponents) or not isinstance(place, jax.NamedSharding):
+            return exponents if _is_masked(exponents) else place
+        return sharding_of_blocks(place, len(codes.shape), exponents.shape[-1])
+
+    return state._replace(step=whole, inner=inner, exponents=jax.tree.map(of_exponents, state.inner, inner, state.exponents))
