@@ -11,7 +11,7 @@ import math
 import jax
 import jax.numpy as jnp
 
-from jgg.core.rounding import magnitudes
+from jgg.core.rounding import magnitudes, mixed
 
 _BLOCK = 128  # the most elements with one exponent
 _LEAST_BLOCK = 8
@@ -125,13 +125,3 @@ def _noise(shape: tuple[int, ...], salt: jax.Array) -> jax.Array:
     for axis in range(max(len(shape) - 3, 0), len(shape)):
         place = place * shape[axis] + jax.lax.broadcasted_iota(jnp.uint32, shape, axis)
     return mixed(place * jnp.uint32(0x9E3779B9) ^ salt)
-
-
-def mixed(bits: jax.Array) -> jax.Array:
-    """A hash of uint32s, in which each bit depends on all bits.
-
-    Source: the finalizer of MurmurHash3, A. Appleby, 2008.
-    """
-    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35)):
-        bits = (bits ^ (bits >> shift)) * jnp.uint32(factor)
-    return bits ^ (bits >> 16)

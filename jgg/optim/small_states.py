@@ -10,8 +10,9 @@ import optax
 from jax.core import Tracer
 
 from jgg.core.arguments import check, check_instance
+from jgg.core.rounding import mixed
 from jgg.extend import barrier
-from jgg.optim.eight_bits import block_of, decoded, encoded, exponents_of, mixed, sharding_of_blocks
+from jgg.optim.eight_bits import block_of, decoded, encoded, exponents_of, sharding_of_blocks
 
 _LEAST_SIZE = 4096  # elements, as in bitsandbytes; smaller arrays, such as biases, would save nothing
 
@@ -222,4 +223,5 @@ def _shardings(state: EightBitState, params: optax.Params, fields: Collection[st
             return exponents if _is_masked(exponents) else place
         return sharding_of_blocks(place, len(codes.shape), exponents.shape[-1])
 
-    return state._replace(step=whole, inner=inner, exponents=jax.tree.map(of_exponents, state.inner, inner, state.exponents))
+    exponents = jax.tree.map(of_exponents, state.inner, inner, state.exponents)
+    return state._replace(step=whole, inner=inner, exponents=exponents)

@@ -6,7 +6,7 @@ from jgg.train.compiling import compiler_options
 from jgg.train.logs import Log
 from jgg.train.loop import Record, Trainer
 from jgg.train.losses import balance_weight, held_out_loss, next_token_loss
-from jgg.train.masters import MastersState, float32_masters
+from jgg.train.masters import MastersState, RoundingState, float32_masters, stochastic_rounding
 from jgg.train.meter import Speed
 from jgg.train.packed_rows import PackedRows, pack_rows
 from jgg.train.preemption import Preempted
@@ -17,6 +17,7 @@ __all__ = [
     "PackedRows",
     "Preempted",
     "Record",
+    "RoundingState",
     "Speed",
     "Trainer",
     "TrainingError",
@@ -27,4 +28,5 @@ __all__ = [
     "held_out_loss",
     "next_token_loss",
     "pack_rows",
+    "stochastic_rounding",
 ]

@@ -7,7 +7,7 @@ import optax
 import pytest
 from flax import nnx
 
-from jgg.train import Trainer, float32_masters
+from jgg.train import Trainer, float32_masters, stochastic_rounding
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 RNG = np.random.default_rng(7)
@@ -229,6 +229,43 @@ def test_nnx_optimizer_and_trainer(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, nnx.state(trainer.model), nnx.state(whole.model))
     np.testing.assert_array_equal(whole.model.w[...], model.w[...])
     assert np.any(model.w[...] != Line().w[...])
+
+
+def test_rounding_at_random():
+    """Steps of a thousandth of the distance of two bfloat16 numbers add up, and others train as without it."""
+    params = {"w": jnp.full((64, 512), 1.25, jnp.bfloat16), "offset": jnp.zeros(3), "none": None}
+    optimizer = stochastic_rounding(optax.chain(optax.scale(-(2.0**-17)), optax.trace(0.0)))
+    gradients = jax.tree.map(jnp.ones_like, params)
+    assert jax.tree.leaves(optimizer.init(params).inner)[-1].dtype == jnp.float32
+
+    @jax.jit
+    def trained(params, state):
+        def step(_, own):
+            params, state = own
+            updates, state = optimizer.update(gradients, state, params)
+            return optax.apply_updates(params, updates), state
+
+        return jax.lax.fori_loop(0, 1000, step, (params, state))
+
+    got, state = trained(params, optimizer.init(params))
+    assert got["w"].dtype == jnp.bfloat16 and int(state.step) == 1000
+    moved = np.asarray(got["w"].astype(jnp.float32)) - 1.25
+    spread = np.sqrt(1000 * 2.0**-7 * 2.0**-17)  # of an element: each step rounds up or down by 2**-7 at most
+    assert abs(moved.mean() + 1000 * 2.0**-17) < 5 * spread / np.sqrt(moved.size)
+    assert 0.5 * spread < moved.std() < 1.5 * spread
+    np.testing.assert_allclose(got["offset"], -1000 * 2.0**-17, rtol=1e-6)
+    again, _ = trained(params, optimizer.init(params))
+    np.testing.assert_array_equal(again["w"], got["w"])
+
+
+def test_what_rounding_at_random_refuses():
+    with pytest.raises(TypeError, match=r"optimizer must be an optimizer of optax"):
+        stochastic_rounding(optax.adamw)
+    optimizer, params = stochastic_rounding(optax.sgd(0.1)), {"w": jnp.ones(2, jnp.float16)}
+    with pytest.raises(ValueError, match=r"params must be the parameters.*got None"):
+        optimizer.update(params, optimizer.init(params))
+    with pytest.raises(ValueError, match=r"params must be bfloat16 to be rounded at random, got float16"):
+        optimizer.update(params, optimizer.init(params), params)
 
 
 def test_what_it_refuses():
