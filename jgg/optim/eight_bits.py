@@ -82,7 +82,7 @@ def _sizes(values: jax.Array, signed: bool) -> jax.Array:
 
 
 def sharding_of_blocks(own: jax.NamedSharding, ndim: int, blocks: int) -> jax.NamedSharding:
-    """That of exponents [..., blocks] of codes of `ndim` axes with a sharding: theirs, if it splits no block."""
+    """Of exponents [..., blocks] of codes of `ndim` axes with a sharding: theirs, if it splits no block."""
     spec = (*own.spec, *[None] * (ndim - len(own.spec)))
     names = spec[-1] if isinstance(spec[-1], tuple) else () if spec[-1] is None else (spec[-1],)
     splits = blocks % math.prod(own.mesh.shape[name] for name in names) != 0

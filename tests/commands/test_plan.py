@@ -9,10 +9,11 @@ import pytest
 from flax import nnx
 
 import jgg.models
+import jgg.optim.small_states
 import jgg.train.loop
 from jgg.cli import main
 from jgg.cli.training import plan
-from jgg.core.program_memory import planned_memory
+from jgg.core.program_memory import Memory, planned_memory
 from jgg.core.quantized import QuantizedArray
 from jgg.train import planning, steps
 from jgg.train.planning import Plan
@@ -98,6 +99,25 @@ def test_a_plan_is_what_the_step_needs(stored, planned, programs, tmp_path, caps
     assert own.total == pytest.approx(memory.total, rel=0.05)
     assert own.kept + own.rest == pytest.approx(memory.temporaries, rel=0.05)
     assert 0 < own.kept < memory.temporaries
+
+
+@pytest.mark.usefixtures("optax_promotion")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_states_in_8_bits_are_counted(optimizer, planned, monkeypatch):
+    monkeypatch.setattr(planning, "planned_memory", lambda _: Memory(0, 0, 0))
+    monkeypatch.setattr(planning, "lowered", lambda *_: argparse.Namespace(compile=lambda: None))
+    monkeypatch.setattr(jgg.optim.small_states, "_LEAST_SIZE", 1)
+    sizes = []
+    for states in ("float32", "8bit"):
+        options = "--full", "--optimizer", optimizer, "--optimizer-states", states
+        _, found = planned("finetune", str(DATA / "qwen3_moe"), *options)
+        sizes.append(found[0][2].optimizer)
+    model = jgg.models.load(DATA / "qwen3_moe", dtype="bfloat16", abstract=True)
+    params = nnx.state(model, nnx.Param)
+    masters = 4 * sum(leaf.size for leaf in jax.tree.leaves(params))
+    # Muon has one moment for most; what stays float32 is small
+    assert sizes[0] - masters == pytest.approx({"adamw": 2, "muon": 1.2}[optimizer] * masters, rel=0.2)
+    assert (sizes[0] - masters) / 4 < sizes[1] - masters < (sizes[0] - masters) / 3
 
 
 GIB = 2**30

@@ -227,7 +227,7 @@ def test_eight_devices_make_the_same_updates(which):
 @pytest.mark.sweep
 def test_the_code_of_its_page(as_a_reader_runs_it, tmp_path):
     shutil.copytree(DATA / "qwen3_moe", tmp_path / "model")
-    sections = "Muon", "Several GPUs", "QK-Clip"
+    sections = "Muon", "8-bit states", "Several GPUs", "QK-Clip"
     names = run_code("\n".join(block for section in sections for block in code_of("optimizers.md", section)))
     assert names["losses"][-1] < 0.98 * names["losses"][0]
     names["step"](names["layer"], names["optimizer"], names["x"])  # with shardings, of one device

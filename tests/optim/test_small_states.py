@@ -13,6 +13,7 @@ import jgg.optim
 from jgg.optim import EightBitState, eight_bits, states_in_8_bits
 from jgg.train import Trainer, TrainingError, float32_masters
 from jgg.train.planning import num_bytes
+from tests.support import processes
 
 pytestmark = pytest.mark.usefixtures("optax_promotion")
 SHAPES = {"moe": {"w_down": (2, 3, 32, 64)}, "w_o": (64, 160), "b_q": (20,), "scale": (), "none": (0, 8)}
@@ -245,6 +246,11 @@ def test_fields_by_other_names():
     wanted, _ = run(optax.adagrad(0.1), params)
     assert len(small_arrays(state)) == 2
     np.testing.assert_allclose(got["w_o"], wanted["w_o"], atol=0.02)
+
+
+@pytest.mark.thorough
+def test_eight_devices_make_the_same_updates():
+    assert processes.run_program("run_sharded_optim", "states", timeout=300).splitlines()[-1] == "all right"
 
 
 def test_what_it_refuses():

@@ -1,6 +1,7 @@
-"""Muon on eight CPU devices against one: what it computes, and what the devices send each other.
+"""Muon and 8-bit states on eight CPU devices against one: what they compute, and what the devices send each other.
 
-With "few" as an argument it leaves out a whole model's step, with "others" it does only that.
+With "few" as an argument it does only what is of single parameters by Muon, with "states" only 8-bit states, and with
+"others" only a whole model's step.
 """
 
 import os
@@ -181,15 +182,16 @@ def check_model():
 
 
 def main(which="all"):
-    if which != "others":
+    if which in ("all", "states"):
+        check_states_in_8_bits(AUTO)
+        check_states_in_8_bits(EXPLICIT)
+    if which in ("all", "few"):
         check_parameters(AUTO, CASES)
         check_parameters(EXPLICIT, EXPLICIT_CASES)
         check_parameters(EXPLICIT, EXPLICIT_CASES[1:2], is_told=False)  # the types of arrays say it
         check_axes_in_another_order()
         check_axes_of_both_kinds()
-        check_states_in_8_bits(AUTO)
-        check_states_in_8_bits(EXPLICIT)
-    if which != "few":
+    if which in ("all", "others"):
         with jax.numpy_dtype_promotion("standard"):
             check_model()
     print("all right")
