@@ -1,11 +1,15 @@
 """Arrays in 8-bit floats with an exponent per block, rounded stochastically: what optimizers' moments are kept in.
 
 An array [..., N] has codes, uint8 [..., N], and exponents, uint8 [..., N / block], of a power of two per block, as
-float32 has them. A code is a float of 4 significant bits, relative to its block's power of two. With a sign it has 4
-bits of exponent: it is precise from 1 down to 2**-14, and a multiple of 2**-17 below. Without, it has 5 bits of
-exponent: it is precise down to 2**-29, a multiple of 2**-32 below, and not 0 unless the number is 0.
+float32 has them. What a code is, relative to its block's power of two:
+
+- FLOAT: a float8_e4m3fn, precise to 4 bits from 1 down to 2**-14, and a multiple of 2**-17 below.
+- POSITIVE: a float without a sign and with 5 bits of exponent, precise to 4 bits down to 2**-29, a multiple of 2**-32
+  below, and not 0 unless the number is 0.
+- EVEN: a multiple of 2**-7, from -127 to 127.
 """
 
+import enum
 import math
 
 import jax
@@ -17,8 +21,15 @@ _BLOCK = 128  # the most elements with one exponent
 _LEAST_BLOCK = 8
 _PARTS = 8  # a mesh that splits the last axis into 2, 4 or 8 parts splits no block, if the axis allows
 _DIGITS = 3  # of a code, after its leading 1
-# the code of 1 has this exponent, and powers of two as float8_e4m3fn and float16 have them
-_SIGNED, _UNSIGNED = 8, 15
+_FLOAT, _POSITIVE, _EVEN = 8, 15, 7  # powers of two of the code of 1, as float8_e4m3fn, float16 and an integer
+
+
+class Code(enum.Enum):
+    """What a code is."""
+
+    FLOAT = enum.auto()
+    POSITIVE = enum.auto()
+    EVEN = enum.auto()
 
 
 def block_of(size: int) -> int | None:
@@ -28,30 +39,35 @@ def block_of(size: int) -> int | None:
     return max(even or blocks, default=None)
 
 
-def decoded(codes: jax.Array, exponents: jax.Array, *, signed: bool) -> jax.Array:
+def decoded(codes: jax.Array, exponents: jax.Array, code: Code) -> jax.Array:
     """The float32 array that was encoded, rounded."""
     blocks = _in_blocks(codes, exponents.shape[-1])
-    if signed:
-        values = jax.lax.bitcast_convert_type(blocks, jnp.float8_e4m3fn).astype(jnp.float32) * 2.0**-_SIGNED
+    if code == Code.EVEN:
+        values = jax.lax.bitcast_convert_type(blocks, jnp.int8).astype(jnp.float32) * 2.0**-_EVEN
+    elif code == Code.FLOAT:
+        values = jax.lax.bitcast_convert_type(blocks, jnp.float8_e4m3fn).astype(jnp.float32) * 2.0**-_FLOAT
     else:  # the upper bits of a float16, without its sign
         halves = jax.lax.bitcast_convert_type(blocks.astype(jnp.uint16) << 10 - _DIGITS, jnp.float16)
-        values = halves.astype(jnp.float32) * 2.0**-_UNSIGNED
+        values = halves.astype(jnp.float32) * 2.0**-_POSITIVE
     return _whole(values * _powers(exponents), codes)
 
 
-def exponents_of(array: jax.Array, *, signed: bool) -> jax.Array:
+def exponents_of(array: jax.Array, code: Code) -> jax.Array:
     """The exponents of an array [..., N] with `block_of(N)`; 255 where a block is not finite.
 
-    A negative number counts as infinite unless `signed`.
+    A negative number counts as infinite if it must be positive.
     """
     block = block_of(array.shape[-1])
     assert block is not None
-    sizes = _sizes(_in_blocks(array.astype(jnp.float32), array.shape[-1] // block), signed)
-    # 0x7FFFFF rounds up to a power of two
-    return jnp.maximum(_bits(jnp.max(sizes, axis=-1)) + 0x7FFFFF >> 23, 1).astype(jnp.uint8)
+    values = _in_blocks(array.astype(jnp.float32), array.shape[-1] // block)
+    sizes = jnp.where(values >= 0, values, jnp.inf) if code == Code.POSITIVE else magnitudes(values)
+    largest = _bits(jnp.max(sizes, axis=-1))
+    # up to a power of two, or to the next one where 127 / 128 of it would be less
+    exponents = jnp.minimum((largest + 0x1FFFF >> 23) + 1, 255) if code == Code.EVEN else largest + 0x7FFFFF >> 23
+    return jnp.maximum(exponents, 1).astype(jnp.uint8)
 
 
-def encoded(array: jax.Array, exponents: jax.Array, salt: jax.Array, *, signed: bool) -> jax.Array:
+def encoded(array: jax.Array, exponents: jax.Array, salt: jax.Array, code: Code) -> jax.Array:
     """The codes of an array, rounded stochastically: the mean over many salts is the array itself.
 
     All numbers of a block whose exponent is 255 become NaN or infinite. An array that was decoded does not change.
@@ -60,25 +76,22 @@ def encoded(array: jax.Array, exponents: jax.Array, salt: jax.Array, *, signed: 
       array: float [..., N].
       exponents: its `exponents_of`.
       salt: uint32 [], which selects how elements are rounded.
-      signed: whether elements may be negative.
+      code: what codes are.
     """
     values = _in_blocks(array.astype(jnp.float32), exponents.shape[-1])
     parts = values / _powers(exponents)  # at most 1
-    least = 2.0 ** (1 - (15 if signed else 30))  # of precise numbers
+    up = (_noise(values.shape, salt) >> 13).astype(jnp.float32) * 2.0**-19  # few digits, so that the sums are exact
+    if code == Code.EVEN:
+        multiples = jnp.floor(parts * 2.0**_EVEN + up).astype(jnp.int8)
+        return _whole(jax.lax.bitcast_convert_type(multiples, jnp.uint8), array)
+    least = 2.0 ** (1 - (15 if code == Code.FLOAT else 30))  # of precise numbers
     step = _floats(_bits(jnp.maximum(jnp.abs(parts), least)) & 0x7F800000) * 2.0**-_DIGITS
-    up = (_noise(values.shape, salt) >> 13).astype(jnp.float32) * 2.0**-19  # few digits, so that the sum is exact
     parts = jnp.floor(parts / step + up) * step
-    if signed:
-        codes = jax.lax.bitcast_convert_type((parts * 2.0**_SIGNED).astype(jnp.float8_e4m3fn), jnp.uint8)
-    else:
-        parts = jnp.where(values > 0, jnp.maximum(parts, least * 2.0**-_DIGITS), parts)
-        halves = jax.lax.bitcast_convert_type((parts * 2.0**_UNSIGNED).astype(jnp.float16), jnp.uint16)
-        codes = (halves >> 10 - _DIGITS).astype(jnp.uint8)
-    return _whole(codes, array)
-
-
-def _sizes(values: jax.Array, signed: bool) -> jax.Array:
-    return magnitudes(values) if signed else jnp.where(values >= 0, values, jnp.inf)
+    if code == Code.FLOAT:
+        return _whole(jax.lax.bitcast_convert_type((parts * 2.0**_FLOAT).astype(jnp.float8_e4m3fn), jnp.uint8), array)
+    parts = jnp.where(values > 0, jnp.maximum(parts, least * 2.0**-_DIGITS), parts)
+    halves = jax.lax.bitcast_convert_type((parts * 2.0**_POSITIVE).astype(jnp.float16), jnp.uint16)
+    return _whole((halves >> 10 - _DIGITS).astype(jnp.uint8), array)
 
 
 def sharding_of_blocks(own: jax.NamedSharding, ndim: int, blocks: int) -> jax.NamedSharding:

@@ -12,11 +12,18 @@ from jax.core import Tracer
 from jgg.core.arguments import check, check_instance
 from jgg.core.rounding import mixed
 from jgg.extend import barrier
-from jgg.optim.eight_bits import block_of, decoded, encoded, exponents_of, sharding_of_blocks
+from jgg.optim.eight_bits import Code, block_of, decoded, encoded, exponents_of, sharding_of_blocks
 
 _LEAST_SIZE = 4096  # elements, as in bitsandbytes; smaller arrays, such as biases, would save nothing
 
 type Path = tuple[Any, ...]
+
+
+class _Moment(NamedTuple):
+    """An array of a state: how it is encoded, and the path of its parameter."""
+
+    code: Code
+    parameter: Path
 
 
 class EightBitState(NamedTuple):
@@ -41,13 +48,14 @@ def states_in_8_bits(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps an optimizer's moments in 8 bits: AdamW's take about 2 bytes per parameter rather than 8, Muon's 1 than 4.
 
-    Each update decodes the moments, lets the optimizer update them in their own dtype, and encodes them again. An
-    element is a float of 4 significant bits, relative to a power of two that a block of at most 128 elements of the
-    last axis shares. A first moment has a sign and 4 bits of exponent, a second moment 5 bits of exponent.
+    Each update decodes the moments, lets the optimizer update them in their own dtype, and encodes them again. Blocks of
+    at most 128 elements of the last axis share a power of two, and an element is relative to it: a float of 4
+    significant bits, with a sign and 4 bits of exponent in a first moment and 5 bits of exponent in a second. The
+    momentum of optimizers without a second moment, such as Muon, is an integer.
 
     - Rounding is stochastic. With `b2=0.999` an update changes a second moment by about 0.1%, much less than half the
       distance of two 8-bit numbers: rounded to nearest, it would never change. Noise is a hash of the number of
-      updates and of the array, so the same run gives the same bits.
+      updates and of an element's place, so the same run gives the same bits.
     - AdamW divides by the square root of the second moment. One that is not 0 stays so: it is at least 2**-32 of its
       block's largest. The least first moment other than 0 is below 2**-16 of its block's largest. So rounding a first
       moment up moves an element no further than the largest first moment, divided by the largest root, would.
@@ -90,83 +98,76 @@ def states_in_8_bits(
 
     def first(params: optax.Params) -> EightBitState:
         own = inner.init(params)
-        found = _of_parameters(own, params, is_signed)
+        moments = _moments(own, is_signed)
+        shapes = {path: jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+        check(
+            bool(moments) or not shapes, f"optimizer must have a state with a field {' or '.join(is_signed)}, got none."
+        )
 
         def exponents_at(path: Path, array: jax.Array) -> jax.Array | optax.MaskedNode:
-            if path not in found or not _fits(array):
+            if path not in moments or shapes.get(moments[path].parameter) != array.shape or not _fits(array):
                 return optax.MaskedNode()
             array += barrier(jnp.zeros((), array.dtype))  # else XLA computes with constants while it compiles
-            return exponents_of(array, signed=is_signed[found[path].field])
+            return exponents_of(array, moments[path].code)
 
         exponents, count = jax.tree.map_with_path(exponents_at, own), jnp.zeros((), jnp.int32)
-        return EightBitState(count, _encoded(own, exponents, count, is_signed), exponents)
+        return EightBitState(count, _encoded(own, exponents, count, moments), exponents)
 
     def init(params: optax.Params) -> EightBitState:
         if any(isinstance(leaf, Tracer | jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(params)):
             return first(params)
         # compiled, so that the moments are not all there in float32 first
         state = jax.eval_shape(first, params)
-        return jax.jit(first, out_shardings=_shardings(state, params, is_signed))(params)
+        return jax.jit(first, out_shardings=_shardings(state, params, _moments(state.inner, is_signed)))(params)
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: object
     ) -> tuple[optax.Updates, EightBitState]:
         types = jax.eval_shape(inner.init, updates if params is None else params)
+        moments = _moments(state.inner, is_signed)
 
         def step(own: optax.OptState, exponents: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
-            return inner.update(updates, _decoded(own, exponents, types, is_signed), params, **extra)
+            return inner.update(updates, _decoded(own, exponents, types, moments), params, **extra)
 
         def exponents_at(path: Path, array: jax.Array, old: object) -> object:
-            return old if _is_masked(old) else exponents_of(array, signed=_is_signed(path, is_signed))
+            return old if _is_masked(old) else exponents_of(array, moments[path].code)
 
         # XLA would write new moments to memory between their exponents and their codes, so both compute them
         exponents = jax.tree.map_with_path(exponents_at, step(state.inner, state.exponents)[1], state.exponents)
         exponents, own = barrier((exponents, (state.inner, state.exponents)))
         updates, new = step(*own)
         count = jnp.asarray(optax.safe_increment(state.step))
-        return updates, EightBitState(count, _encoded(new, exponents, count, is_signed), exponents)
+        return updates, EightBitState(count, _encoded(new, exponents, count, moments), exponents)
 
     return optax.GradientTransformationExtraArgs(init, update)
 
 
 def _decoded(
-    state: optax.OptState, exponents: optax.OptState, types: optax.OptState, fields: Mapping[str, bool]
+    state: optax.OptState, exponents: optax.OptState, types: optax.OptState, moments: Mapping[Path, _Moment]
 ) -> optax.OptState:
     """The state of the wrapped optimizer, with arrays of these types in place of codes."""
 
     def array_at(path: Path, codes: jax.Array, own: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-        return codes if _is_masked(own) else decoded(codes, own, signed=_is_signed(path, fields)).astype(like.dtype)
+        return codes if _is_masked(own) else decoded(codes, own, moments[path].code).astype(like.dtype)
 
     return jax.tree.map_with_path(array_at, state, exponents, types)
 
 
 def _encoded(
-    state: optax.OptState, exponents: optax.OptState, count: jax.Array, fields: Mapping[str, bool]
+    state: optax.OptState, exponents: optax.OptState, count: jax.Array, moments: Mapping[Path, _Moment]
 ) -> optax.OptState:
     """The state of the wrapped optimizer, with codes in place of the arrays that have exponents."""
     numbers = itertools.count()
 
     def codes_at(path: Path, array: jax.Array, own: Any) -> jax.Array:
         salt = mixed(count.astype(jnp.uint32) ^ mixed(jnp.uint32(next(numbers))))
-        return array if _is_masked(own) else encoded(array, own, salt, signed=_is_signed(path, fields))
+        return array if _is_masked(own) else encoded(array, own, salt, moments[path].code)
 
     return jax.tree.map_with_path(codes_at, state, exponents)
 
 
 def _is_masked(exponents: object) -> bool:
     return isinstance(exponents, optax.MaskedNode)
-
-
-def _field_at(path: Path, fields: Collection[str]) -> int | None:
-    """Where a path has the name of one of the fields."""
-    names = [key.name if isinstance(key, jax.tree_util.GetAttrKey) else None for key in path]
-    return next((at for at, name in enumerate(names) if name in fields), None)
-
-
-def _is_signed(path: Path, fields: Mapping[str, bool]) -> bool:
-    at = _field_at(path, fields)
-    assert at is not None
-    return fields[path[at].name]
 
 
 def _fields(name: str, fields: Collection[str], signed: bool) -> dict[str, bool]:
@@ -182,30 +183,25 @@ def _fits(array: jax.Array) -> bool:
     return is_float and array.ndim > 0 and array.size >= _LEAST_SIZE and block_of(array.shape[-1]) is not None
 
 
-class _Moment(NamedTuple):
-    """An array of a state, for a parameter."""
+def _moments(state: optax.OptState, is_signed: Mapping[str, bool]) -> dict[Path, _Moment]:
+    """What a state has for parameters in fields of these names, by path."""
+    fields: dict[Path, int] = {}  # where the field is in the path
+    for path, _ in jax.tree.leaves_with_path(state):
+        names = [key.name if isinstance(key, jax.tree_util.GetAttrKey) else None for key in path]
+        at = next((at for at, name in enumerate(names) if name in is_signed), None)
+        if at is not None:
+            fields[path] = at
+    divided = {path[:at] for path, at in fields.items() if not is_signed[path[at].name]}
 
-    field: str
-    parameter: Path
+    def code_of(path: Path, at: int) -> Code:
+        if not is_signed[path[at].name]:
+            return Code.POSITIVE
+        return Code.FLOAT if path[:at] in divided else Code.EVEN
 
-
-def _of_parameters(state: optax.OptState, params: optax.Params, fields: Collection[str]) -> dict[Path, _Moment]:
-    """The arrays that a state has for parameters in one of the fields, by their paths.
-
-    Raises: ValueError: the state has none of these fields.
-    """
-    shapes = {path: jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
-    at = {path: _field_at(path, fields) for path, _ in jax.tree.leaves_with_path(state)}
-    has_field = any(index is not None for index in at.values())
-    check(has_field or not shapes, f"optimizer must have a state with a field {' or '.join(fields)}, got none.")
-    return {
-        path: _Moment(path[index].name, path[index + 1 :])
-        for path, leaf in jax.tree.leaves_with_path(state)
-        if (index := at[path]) is not None and shapes.get(path[index + 1 :]) == leaf.shape
-    }
+    return {path: _Moment(code_of(path, at), path[at + 1 :]) for path, at in fields.items()}
 
 
-def _shardings(state: EightBitState, params: optax.Params, fields: Collection[str]) -> Any:
+def _shardings(state: EightBitState, params: optax.Params, moments: Mapping[Path, _Moment]) -> Any:
     """Where a state's arrays are: as their parameter, all others whole; None where no mesh splits parameters."""
     places: dict[Path, Any] = {
         path: getattr(leaf, "sharding", None) for path, leaf in jax.tree.leaves_with_path(params)
@@ -213,10 +209,14 @@ def _shardings(state: EightBitState, params: optax.Params, fields: Collection[st
     mesh = next((place.mesh for place in places.values() if isinstance(place, jax.NamedSharding)), None)
     if mesh is None:
         return None
-    found, whole = _of_parameters(state.inner, params, fields), jax.NamedSharding(mesh, jax.P())
-    inner = jax.tree.map_with_path(
-        lambda path, _: places[found[path].parameter] if path in found else whole, state.inner
-    )
+    whole: Any = jax.NamedSharding(mesh, jax.P())
+    shapes = {path: jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
+
+    def place_of(path: Path, leaf: jax.ShapeDtypeStruct) -> Any:
+        own = moments[path].parameter if path in moments else None
+        return places[own] if own in places and shapes[own] == leaf.shape else whole
+
+    inner = jax.tree.map_with_path(place_of, state.inner)
 
     def of_exponents(codes: jax.ShapeDtypeStruct, place: Any, exponents: Any) -> object:
         if _is_masked(exponents) or not isinstance(place, jax.NamedSharding):

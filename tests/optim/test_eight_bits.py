@@ -5,21 +5,21 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jgg.optim.eight_bits import block_of, decoded, encoded, exponents_of
+from jgg.optim.eight_bits import Code, block_of, decoded, encoded, exponents_of
 
 RNG = np.random.default_rng(3)
-PRECISE = {True: 14, False: 29}  # powers of two below a block's own
-BOTH = pytest.mark.parametrize("signed", [True, False])
+PRECISE = {Code.FLOAT: 14, Code.POSITIVE: 29}  # powers of two below a block's own
+ALL = pytest.mark.parametrize("code", Code)
 
 
-def small(array, salt=0, *, signed=True):
+def small(array, salt=0, code=Code.FLOAT):
     """The codes and the exponents of an array."""
-    exponents = exponents_of(array, signed=signed)
-    return encoded(array, exponents, jnp.uint32(salt), signed=signed), exponents
+    exponents = exponents_of(array, code)
+    return encoded(array, exponents, jnp.uint32(salt), code), exponents
 
 
-def rounded(array, salt=0, *, signed=True):
-    return decoded(*small(array, salt, signed=signed), signed=signed)
+def rounded(array, salt=0, code=Code.FLOAT):
+    return decoded(*small(array, salt, code), code)
 
 
 def powers_of(array, block):
@@ -28,48 +28,51 @@ def powers_of(array, block):
     return np.repeat(np.exp2(np.ceil(np.log2(largest))), block, axis=-1)
 
 
-def numbers(signed, shape=(16, 1024)):
+def numbers(code, shape=(16, 1024)):
     """Numbers of all magnitudes; each row has its own largest."""
     rows = np.exp2(np.linspace(-80, 80, shape[0]))[:, None]
     values = np.exp2(-RNG.uniform(0, 40, shape)) * rows
-    return np.asarray(values * (RNG.choice([-1, 1], shape) if signed else 1), np.float32)
+    return np.asarray(values * (RNG.choice([-1, 1], shape) if code != Code.POSITIVE else 1), np.float32)
 
 
-@BOTH
-def test_errors_are_less_than_a_step_and_zero_in_the_mean(signed):
-    array = numbers(signed)
+@ALL
+def test_errors_are_less_than_a_step_and_zero_in_the_mean(code):
+    array = numbers(code)
     wide = array.astype(np.float64)
-    power = powers_of(wide, 128)
-    step = 2.0**-3 * np.maximum(np.exp2(np.floor(np.log2(np.abs(wide)))), power * 2.0 ** -PRECISE[signed])
-    encode = jax.jit(lambda salt: rounded(jnp.asarray(array), salt, signed=signed))
+    if code == Code.EVEN:
+        step = powers_of(wide * 128 / 127, 128) * 2.0**-7
+    else:
+        power = powers_of(wide, 128)
+        step = 2.0**-3 * np.maximum(np.exp2(np.floor(np.log2(np.abs(wide)))), power * 2.0 ** -PRECISE[code])
+    encode = jax.jit(lambda salt: rounded(jnp.asarray(array), salt, code))
     results = [np.asarray(encode(salt), np.float64) for salt in range(256)]
     assert all(np.all(np.abs(result - wide) < step) for result in results)
-    if signed:
+    if code != Code.POSITIVE:
         is_even = np.ones_like(wide, bool)
     else:  # what would be 0 is the least number
         assert all(np.all(result > 0) for result in results)
-        is_even = wide >= 2.0 ** -(PRECISE[signed] + 3) * power
+        is_even = wide >= 2.0 ** -(PRECISE[code] + 3) * power
     means = np.abs(np.mean(results, axis=0) - wide)[is_even] / step[is_even]
     assert means.max() < 6 * 0.5 / 16 and means.mean() < 0.5 / 16  # 16 is the root of the number of salts
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_what_was_decoded_does_not_change(signed, dtype):
-    once = rounded(jnp.asarray(numbers(signed), dtype), signed=signed).astype(dtype)
+def test_what_was_decoded_does_not_change(code, dtype):
+    once = rounded(jnp.asarray(numbers(code), dtype), code=code).astype(dtype)
     for salt in range(1, 20):
-        np.testing.assert_array_equal(rounded(once, salt, signed=signed), once.astype(jnp.float32))
+        np.testing.assert_array_equal(rounded(once, salt, code), once.astype(jnp.float32))
 
 
-@BOTH
-def test_blocks_are_apart(signed):
+@ALL
+def test_blocks_are_apart(code):
     """Zeros are exact, and a huge number reaches only its own block, where the others are the least at most."""
     array = np.ones((2, 1024), np.float32)
     array[0, :128] = 0
     array[0, 130], array[1, 700] = 1e30, 0
-    got = np.array(rounded(jnp.asarray(array), signed=signed))
+    got = np.array(rounded(jnp.asarray(array), code=code))
     others = np.delete(got[0, 128:256], 2)
-    if signed:
+    if code != Code.POSITIVE:
         np.testing.assert_array_equal(others, 0)  # but with a chance of 1e-25
     else:
         assert 0 < others.min() == others.max() < 1e30 * 2.0**-31
@@ -78,13 +81,13 @@ def test_blocks_are_apart(signed):
     np.testing.assert_array_equal(got, array)
 
 
-@BOTH
+@ALL
 @pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
-def test_what_is_not_finite_stays_in_its_block(signed, bad):
-    array = numbers(signed)
-    wanted = np.asarray(rounded(jnp.asarray(array), signed=signed))
+def test_what_is_not_finite_stays_in_its_block(code, bad):
+    array = numbers(code)
+    wanted = np.asarray(rounded(jnp.asarray(array), code=code))
     array[3, 200] = bad
-    got = np.array(rounded(jnp.asarray(array), signed=signed))
+    got = np.array(rounded(jnp.asarray(array), code=code))
     assert not np.isfinite(got[3, 128:256]).any()
     got[3, 128:256] = wanted[3, 128:256]
     np.testing.assert_array_equal(got, wanted)
@@ -92,13 +95,13 @@ def test_what_is_not_finite_stays_in_its_block(signed, bad):
 
 def test_a_negative_number_is_not_lost():
     array = jnp.ones((1, 256)).at[0, 7].set(-1e-9)
-    got = np.array(rounded(array, signed=False))
+    got = np.array(rounded(array, code=Code.POSITIVE))
     assert not np.isfinite(got[0, :32]).any()
     np.testing.assert_array_equal(got[0, 32:], 1)
 
 
 def test_a_layer_alone_is_as_in_its_stack():
-    array = jnp.asarray(numbers(True, (6, 64 * 64)).reshape(2, 3, 64, 64))
+    array = jnp.asarray(numbers(Code.FLOAT, (6, 64 * 64)).reshape(2, 3, 64, 64))
     stack = small(array, 5)
     for index in np.ndindex(2, 3):
         layer = jax.tree.map(lambda a, index=index: a[index], stack)

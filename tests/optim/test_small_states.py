@@ -53,7 +53,8 @@ def is_small(tree):
 
 
 def moment_of(state, path):
-    return eight_bits.decoded(*small_arrays(state)[path], signed=".nu" not in path)
+    code = eight_bits.Code.POSITIVE if ".nu" in path else eight_bits.Code.FLOAT
+    return eight_bits.decoded(*small_arrays(state)[path], code)
 
 
 OPTIMIZERS = {
