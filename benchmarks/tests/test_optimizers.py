@@ -50,4 +50,13 @@ def test_steps(tmp_path):
 def test_losses(tmp_path):
     small = "--steps", "3", "--hidden", "64", "--demo-layers", "1", "--demo-sequence", "32"
     rows = rows_of(tmp_path, "--run", "loss", *small)
-    assert len(rows) == 4 and all(2 < float(row["bits/byte"]) < 9 for row in rows)
+    assert len(rows) == 5 and all(2 < float(row["bits/byte"]) < 9 for row in rows)
+
+
+def test_states(tmp_path):
+    small = "--steps", "3", "--hidden", "64", "--demo-layers", "1", "--demo-sequence", "32"
+    rows = rows_of(tmp_path, "--run", "states", *small)
+    assert [row["state"] for row in rows] == ["float32", "8 bits"] * 3
+    for exact, row in zip(rows[::2], rows[1::2], strict=True):
+        assert float(row["bytes"]) < 0.3 * float(exact["bytes"])
+        assert float(exact["difference"]) == 0 and float(row["difference"]) < 0.1

@@ -48,10 +48,10 @@ def states_in_8_bits(
 ) -> optax.GradientTransformationExtraArgs:
     """Keeps an optimizer's moments in 8 bits: AdamW's take about 2 bytes per parameter rather than 8, Muon's 1 than 4.
 
-    Each update decodes the moments, lets the optimizer update them in their own dtype, and encodes them again. Blocks of
-    at most 128 elements of the last axis share a power of two, and an element is relative to it: a float of 4
+    Each update decodes the moments, lets the optimizer update them in their own dtype, and encodes them again. Blocks
+    of at most 128 elements of the last axis share a power of two, and an element is relative to it: a float of 4
     significant bits, with a sign and 4 bits of exponent in a first moment and 5 bits of exponent in a second. The
-    momentum of optimizers without a second moment, such as Muon, is an integer.
+    momentum of optimizers without a second moment, such as Muon, is an integer: its error is a third of a float's.
 
     - Rounding is stochastic. With `b2=0.999` an update changes a second moment by about 0.1%, much less than half the
       distance of two 8-bit numbers: rounded to nearest, it would never change. Noise is a hash of the number of
