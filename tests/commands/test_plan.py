@@ -170,26 +170,29 @@ def test_the_first_option_that_fits_is_named(tried, tmp_path):
         "with --remat offload: 9.00 GiB, and 1.00 GiB in the host's memory: it does not fit",
         "with --experts fp8: 9.00 GiB: it does not fit",
         "with --experts mxfp4: experts='mxfp4' needs a multiple of 32 rows of w_down, got 8.",
+        "with --optimizer-states 8bit: 9.00 GiB: it does not fit",
         "with --batch-size 1 --accumulate 12: 9.00 GiB: it does not fit",
         "with --sequence-length 1024: 9.00 GiB: it does not fit",
     ]
     code, lines = tried(lambda args: 9, "finetune", folder, "--accumulate", "3")
-    assert (code, lines[8:15]) == (1, all_tried)
-    together = "with --remat offload --experts fp8 --batch-size 1 --accumulate 12 --sequence-length"
+    assert (code, lines[8:16]) == (1, all_tried)
+    together = (
+        "with --remat offload --experts fp8 --optimizer-states 8bit --batch-size 1 --accumulate 12 --sequence-length"
+    )
     on_host = "and 1.00 GiB in the host's memory"
-    assert lines[15:] == [
+    assert lines[16:] == [
         f"{together} 1024: 9.00 GiB, {on_host}: it does not fit",
         f"{together} 512: 9.00 GiB, {on_host}: it does not fit",  # and saves nothing
     ]
     code, lines = tried(lambda args: 7.75 + args.sequence_length / 1024, "finetune", folder, "--accumulate", "3")
     assert code == 1
-    assert lines[15:] == [
+    assert lines[16:] == [
         f"{together} 1024: 8.75 GiB, {on_host}: it does not fit",
         f"{together} 512: 8.25 GiB, {on_host}: it does not fit",
         f"{together} 256: 8.00 GiB, {on_host}: it fits",
     ]
     code, lines = tried(lambda args: 9 - (args.batch_size == 1), "finetune", folder, "--accumulate", "3")
-    assert lines[8:] == [*all_tried[:5], "with --batch-size 1 --accumulate 12: 8.00 GiB: it fits"]
+    assert lines[8:] == [*all_tried[:6], "with --batch-size 1 --accumulate 12: 8.00 GiB: it fits"]
     assert code == 1
     options = "--remat", "offload", "--full", "--batch-size", "1"
     _, lines = tried(lambda args: 9, "finetune", folder, *options)

@@ -75,7 +75,7 @@ def run(
 
     together: dict[str, Any] = {}
     needed, last = own, None
-    for change in _changes(args, experts, wrt):
+    for change in _changes(args, experts):
         try:
             needed, last = tried(change), change
             if needed.total <= limit:
@@ -96,14 +96,14 @@ def run(
     return 1
 
 
-def _changes(args, experts: Sequence[str], wrt: type[nnx.Variable[jax.Array]]) -> Iterator[dict[str, Any]]:
+def _changes(args, experts: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Options that need less memory than those given."""
     for remat in ("all", "offload"):
         if REMAT.index(remat) > REMAT.index(args.remat):
             yield {"remat": remat}
     for name in experts:
         yield {"experts": name}
-    if wrt is nnx.Param and args.optimizer_states == "float32":  # adapters have small states anyway
+    if args.optimizer_states == "float32":
         yield {"optimizer_states": "8bit"}
     if args.batch_size > 1:
         yield {"batch_size": 1, "accumulate": args.accumulate * args.batch_size}
