@@ -28,14 +28,20 @@ from jgg.models.shard_map import map_sequences
 from jgg.models.stack_plan import StackPlan
 from jgg.models.stacks import joined, merge_stack, merged_stack, periods_of, rotations_of, run
 from jgg.models.token_arrays import as_choices, as_segments, check_shape, runs_of
+from jgg.models.updating import Updates, run_updating
 from jgg.nnx import sow
 
 Caches = tuple[object, ...]  # of each stack of the plan, in the form that its mixer gives it
 
 
 class DecoderStacks(nnx.Module):
-    """The layers of a `Decoder`, its embedding and its head, for arguments that are checked."""
+    """The layers of a `Decoder`, its embedding and its head, for arguments that are checked.
 
+    Attributes:
+      updates: in a training step whose backward pass updates the layers, how it does; else None.
+    """
+
+    updates: Updates | None = None
     config: ModelConfig
     options: Options
     dense_layers: Layer | None
@@ -115,9 +121,14 @@ class DecoderStacks(nnx.Module):
             measures=measures,
         )
         choices = None if topk_indices is None else split_batch(topk_indices, sharding, axis=1)
+        if self.updates is not None:
+            self.updates.begin()
         sown = []
         for stacks in periods_of(layers, config, self.options, rotations_of(config, positions), place, choices):
-            x, after, own = run(stacks, x, after)
+            if self.updates is None:
+                x, after, own = run(stacks, x, after)
+            else:
+                x, own = run_updating(stacks, x, self.updates)
             sown.append(own)
         sow(self, joined(sown))
         x = map_sequences(self._last_norm, self.options.mapped, self.norm[...], x)

@@ -103,6 +103,18 @@ class Stack:
             x = checkpoint_name(x, _INPUT)
         if self.stride > 1:
             own = jax.tree.map(functools.partial(_taken, self.offset, index), own, self.state)
+        return self.layer(own, x, cache, index, is_local, topk_indices)
+
+    def layer(
+        self,
+        own: State,
+        x: jax.Array,
+        cache: Cache,
+        index: jax.Array,
+        is_local: jax.Array | None,
+        topk_indices: jax.Array | None,
+    ) -> tuple[jax.Array, Cache, Sown]:
+        """As a call, with the layer's own parameters."""
         layer = nnx.merge(self.graphdef, gathered(own, self.options.sharding, self.options.dtype))
         parts = 1 if cache is None else max(1, len(jax.tree.leaves(cache)[0]) // self.plan.count)
         place = self._place(index * parts, is_local, topk_indices)

@@ -3,6 +3,7 @@
 from jgg.train import grpo
 from jgg.train.checkpoints import TrainingError
 from jgg.train.compiling import compiler_options
+from jgg.train.in_backward import InBackwardState, OptimizerInBackward
 from jgg.train.logs import Log
 from jgg.train.loop import Record, Trainer
 from jgg.train.losses import balance_weight, held_out_loss, next_token_loss
@@ -12,8 +13,10 @@ from jgg.train.packed_rows import PackedRows, pack_rows
 from jgg.train.preemption import Preempted
 
 __all__ = [
+    "InBackwardState",
     "Log",
     "MastersState",
+    "OptimizerInBackward",
     "PackedRows",
     "Preempted",
     "Record",

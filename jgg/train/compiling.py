@@ -18,8 +18,12 @@ _OF_GATHERS = {
     "xla_gpu_experimental_collective_start_as_early_as_possible": True,
 }
 
+# XLA's pass that computes again what it would rather not keep. It counts arrays that a loop writes over twice, so it
+# finds too little memory wherever weights and state take most of it, and repeats kernels that need not run again.
+_IN_BACKWARD = {"xla_disable_hlo_passes": "rematerialization"}
 
-def compiler_options(num_devices: int = 1) -> dict[str, object]:
+
+def compiler_options(num_devices: int = 1, *, in_backward: bool = False) -> dict[str, object]:
     """Returns XLA options for `jax.jit` that make a training step faster; empty if there is no GPU.
 
     `jax.lax.scan` over layers keeps values for the backward pass in stacks, and XLA fills these with zeros first: 12
@@ -42,7 +46,8 @@ def compiler_options(num_devices: int = 1) -> dict[str, object]:
 
     Args:
       num_devices: number of devices along the axis that weights are gathered over; 1 if none are.
+      in_backward: whether the step has an `OptimizerInBackward`. Then XLA recomputes nothing by itself.
     """
     gathers = as_int("num_devices", num_devices, 1) > 1
-    options = _OPTIONS | _OF_GATHERS if gathers else _OPTIONS
+    options = _OPTIONS | (_OF_GATHERS if gathers else {}) | (_IN_BACKWARD if in_backward else {})
     return dict(options) if jax.default_backend() == "gpu" else {}

@@ -15,6 +15,7 @@ from jgg.experts.sharding import MoESharding
 from jgg.nnx import Frozen
 from jgg.train.checkpoints import FrozenWeights, TrainingError, opened, restored, save
 from jgg.train.compiling import compiler_options
+from jgg.train.in_backward import OptimizerInBackward
 from jgg.train.meter import Meter, Speed
 from jgg.train.preemption import Preempted, stop_notices
 from jgg.train.state import (
@@ -33,7 +34,7 @@ from jgg.train.state import (
     set_named,
     split,
 )
-from jgg.train.steps import Batch, Loss, Step, changed_by, lowered, step_of
+from jgg.train.steps import Batch, Loss, Optimizer, Step, changed_by, lowered, step_of
 
 _OPTIMIZER = "optimizer."  # before the names of arrays
 
@@ -73,11 +74,12 @@ class Trainer[Model: nnx.Module, Metrics]:
 
     Args:
       model: the module.
-      optimizer: the optax optimizer.
+      optimizer: the optax optimizer, or an `OptimizerInBackward`, which takes less memory.
       loss: loss(model, batch) -> (loss, metrics), the loss float32 [] and a pytree of arrays to measure.
       wrt: type of the trained variables, such as `nnx.LoRAParam` to train only adapters.
       accumulate: whether the arrays of a batch have an extra first axis of parts. The parts are computed one after the
-        other, which takes less memory, and the step's loss, gradient and metrics are means over the parts.
+        other, which takes less memory, and the step's loss, gradient and metrics are means over the parts. With an
+        `OptimizerInBackward` there is one part.
       lengths_of: lengths_of(batch) -> integer array, the lengths of the sequences in a batch, for measuring the
         speed. Without it, a Speed has only the time.
       batch_sharding: how devices split each array of a batch. Batches must then be whole NumPy arrays, the same in all
@@ -86,13 +88,15 @@ class Trainer[Model: nnx.Module, Metrics]:
     Attributes:
       model: the given module, with what it has learned so far. Set it to train another one.
 
-    Raises: ValueError: the model has no variable of type `wrt`.
+    Raises:
+      ValueError: the model has no variable of type `wrt`; or an `OptimizerInBackward` cannot train it.
+      TypeError: an `OptimizerInBackward` is given, and the model is not a `jgg.models.Decoder`.
     """
 
     def __init__(
         self,
         model: Model,
-        optimizer: optax.GradientTransformation,
+        optimizer: Optimizer,
         loss: Loss[Metrics],
         *,
         wrt: type[nnx.Variable[jax.Array]] = nnx.Param,
@@ -100,6 +104,8 @@ class Trainer[Model: nnx.Module, Metrics]:
         lengths_of: Callable[..., np.ndarray] = lambda batch: np.zeros(0, int),
         batch_sharding: jax.sharding.Sharding | None = None,
     ) -> None:
+        if isinstance(optimizer, OptimizerInBackward):
+            optimizer.check(model)
         self.model = model
         self._optimizer, self._loss, self._wrt, self._accumulate = optimizer, loss, wrt, accumulate
         self._lengths_of, self._batch_sharding = lengths_of, batch_sharding
@@ -284,7 +290,8 @@ class Trainer[Model: nnx.Module, Metrics]:
 
     def _compiled(self, graphdef: nnx.GraphDef[Model], state: State, frozen: State, batch: Batch) -> Step[Metrics]:
         step = step_of(graphdef, self._optimizer, self._loss, self._accumulate, self._wrt, self._changed)
-        options = compiler_options(num_gathering(self.model))
+        in_backward = isinstance(self._optimizer, OptimizerInBackward)
+        options = compiler_options(num_gathering(self.model), in_backward=in_backward)
         return lowered(step, (state, self._opt_state), frozen, batch, options, self._everywhere).compile()
 
     def _check_trained(self, params: State) -> None:

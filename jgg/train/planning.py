@@ -1,16 +1,16 @@
 """What memory a training step needs, by parts, from shapes alone: before there are weights or data."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
-import optax
 from flax import nnx
 
 from jgg.core.choices import OF_EXPERTS
 from jgg.core.program_memory import planned_memory
 from jgg.train.compiling import compiler_options
+from jgg.train.in_backward import Backward, OptimizerInBackward
 from jgg.train.state import State, split
-from jgg.train.steps import Batch, Loss, changed_by, lowered, step_of
+from jgg.train.steps import Batch, Loss, Optimizer, Own, changed_by, lowered, step_of
 
 
 class Plan(NamedTuple):
@@ -47,7 +47,7 @@ class Plan(NamedTuple):
 
 def plan[Metrics](
     model: nnx.Module,
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     loss: Loss[Metrics],
     batch: Batch,
     *,
@@ -60,8 +60,12 @@ def plan[Metrics](
       optimizer, loss, wrt: as in `Trainer`.
       batch: jax.ShapeDtypeStructs, with an axis of parts before the others.
 
-    Raises: RuntimeError: XLA cannot say what memory the step needs.
+    Raises:
+      RuntimeError: XLA cannot say what memory the step needs.
+      ValueError: an `OptimizerInBackward` cannot train the model.
     """
+    if isinstance(optimizer, OptimizerInBackward):
+        optimizer.check(model)
     place = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
 
     def placed[Tree](tree: Tree) -> Tree:
@@ -73,9 +77,10 @@ def plan[Metrics](
     graphdef, state, frozen = split(model, wrt, changed)
     opt_state = jax.eval_shape(optimizer.init, nnx.filter_state(state, wrt))
     step = step_of(graphdef, optimizer, loss, True, wrt, changed)
+    options = compiler_options(in_backward=isinstance(optimizer, OptimizerInBackward))
     own, frozen, batch = placed(((state, opt_state), frozen, batch))
-    memory = planned_memory(lowered(step, own, frozen, batch, compiler_options()).compile())
-    kept = min(_kept(graphdef, state, frozen, loss, batch, wrt), memory.temporaries)
+    memory = planned_memory(lowered(step, own, frozen, batch, options).compile())
+    kept = min(_kept(graphdef, own, frozen, optimizer, loss, batch, wrt), memory.temporaries)
     rest = memory.temporaries - kept + memory.results + num_bytes(batch)
     weights = nnx.state(model, nnx.Not(nnx.LoRAParam))
     experts = nnx.filter_state(weights, lambda path, _: "moe" in path and path[-1] in OF_EXPERTS)
@@ -98,29 +103,35 @@ def num_bytes(tree: object) -> int:
 
 def _kept[Model: nnx.Module, Metrics](
     graphdef: nnx.GraphDef[Model],
-    state: State,
+    own: Own,
     frozen: State,
+    optimizer: Optimizer,
     loss: Loss[Metrics],
     batch: Batch,
     wrt: type[nnx.Variable[jax.Array]],
 ) -> int:
-    """Bytes of the device that the backward pass of one part reads, besides the variables."""
+    """Bytes of the device that the backward pass of one part reads, besides the variables and the optimizer's state."""
     found = 0
 
-    def look(state: State, frozen: State, part: Batch) -> None:
+    def look(own: Own, frozen: State, part: Batch) -> None:
         nonlocal found
+        state, opt_state = cast(tuple[State, Any], own)
         params, rest = nnx.split_state(state, wrt, ...)
 
         def value_of(params: State) -> tuple[jax.Array, Metrics]:
             return loss(nnx.merge(graphdef, *jax.tree.map(lambda a: a, (params, rest, frozen))), part)
 
-        _, backward, _ = jax.vjp(value_of, params, has_aux=True)
+        if isinstance(optimizer, OptimizerInBackward):
+            updating = Backward(optimizer, wrt, loss, graphdef, params, (rest, frozen), opt_state, part)
+            _, backward, _ = jax.vjp(updating.loss, updating.arguments, has_aux=True)
+        else:
+            _, backward, _ = jax.vjp(value_of, params, has_aux=True)
         # a variable that passes through a loop or a rule is another tracer, but XLA reads it in place
-        given = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((state, frozen))}
+        given = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves((own, frozen))}
         kept = {id(leaf): leaf for leaf in jax.tree.leaves(backward) if (leaf.shape, leaf.dtype) not in given}
         device = jax.memory.Space.Device
         found = num_bytes([leaf for leaf in kept.values() if jax.typeof(leaf).memory_space == device])
 
     part = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), batch)
-    jax.eval_shape(look, state, frozen, part)
+    jax.eval_shape(look, own, frozen, part)
     return found

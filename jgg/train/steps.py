@@ -2,17 +2,20 @@
 
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
 
+from jgg.core.arguments import check
+from jgg.train.in_backward import Backward, OptimizerInBackward
 from jgg.train.state import Path, State, name_of
 
 type Batch = object  # a pytree of arrays
 type Loss[Metrics] = Callable[..., tuple[jax.Array, Metrics]]
+type Optimizer = optax.GradientTransformation | OptimizerInBackward
 type Own = tuple[State, optax.OptState]  # what a step replaces
 type Step[Metrics] = Callable[[Own, State, Batch], tuple[Own, tuple[jax.Array, Metrics]]]
 type Measured[Metrics] = tuple[tuple[jax.Array, Metrics], State, State]  # with what the loss changes, and gradients
@@ -20,7 +23,7 @@ type Measured[Metrics] = tuple[tuple[jax.Array, Metrics], State, State]  # with 
 
 def step_of[Model: nnx.Module, Metrics](
     graphdef: nnx.GraphDef[Model],
-    optimizer: optax.GradientTransformation,
+    optimizer: Optimizer,
     loss: Loss[Metrics],
     accumulate: bool,
     wrt: type[nnx.Variable[jax.Array]] = nnx.Param,
@@ -31,6 +34,8 @@ def step_of[Model: nnx.Module, Metrics](
     The state has the variables of type `wrt` and the variables that the loss changes, with the paths `changed`. The
     loss is NaN if a parameter is not finite after the step.
     """
+    if isinstance(optimizer, OptimizerInBackward):
+        return _step_in_backward(graphdef, optimizer, loss, accumulate, wrt, changed)
 
     @functools.partial(jax.value_and_grad, has_aux=True)
     def gradients_of(
@@ -68,10 +73,54 @@ def step_of[Model: nnx.Module, Metrics](
         params, rest = nnx.split_state(nnx.merge_state(state, after), wrt, ...)
         updates, opt_state = optimizer.update(gradients, opt_state, params)
         new: Any = optax.apply_updates(params, updates)
-        is_finite = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(new)]).all()
-        return (nnx.merge_state(new, rest), opt_state), (jnp.where(is_finite, value, jnp.nan), metrics)
+        return (nnx.merge_state(new, rest), opt_state), (_if_finite(value, new), metrics)
 
     return step
+
+
+def _step_in_backward[Model: nnx.Module, Metrics](
+    graphdef: nnx.GraphDef[Model],
+    optimizer: OptimizerInBackward,
+    loss: Loss[Metrics],
+    accumulate: bool,
+    wrt: type[nnx.Variable[jax.Array]],
+    changed: Collection[Path],
+) -> Step[Metrics]:
+    """The step of an optimizer that updates layers in the backward pass."""
+
+    def step(own: Own, frozen: State, batch: Batch) -> tuple[Own, tuple[jax.Array, Metrics]]:
+        state, opt_state = cast(tuple[State, Any], own)
+        params, rest = nnx.split_state(state, wrt, ...)
+        part = only_part(batch) if accumulate else batch
+        backward = Backward(optimizer, wrt, loss, graphdef, params, (rest, frozen), opt_state, part)
+        differentiated = jax.value_and_grad(backward.loss, has_aux=True)(backward.arguments)
+        (value, (metrics, after)), (gradients, _) = differentiated
+        updated: Any = backward.finish(gradients)
+        new, opt_state = updated
+        rest = nnx.filter_state(after, lambda path, _: path in changed)
+        if accumulate:  # means have the dtypes of those over several parts
+            metrics = jax.tree.map(lambda a: jnp.mean(a[None], axis=0), metrics)
+        return (nnx.merge_state(new, rest), opt_state), (_if_finite(value, new), metrics)
+
+    return step
+
+
+def _if_finite(value: jax.Array, params: State) -> jax.Array:
+    """A loss, or NaN if a parameter is not finite."""
+    is_finite = jnp.stack([jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(params)]).all()
+    return jnp.where(is_finite, value, jnp.nan)
+
+
+def only_part(batch: Batch) -> Batch:
+    """The one part of a batch.
+
+    Raises: ValueError: it has several.
+    """
+    (count,) = {len(leaf) for leaf in jax.tree.leaves(batch)}
+    check(
+        count == 1, f"batch must have one part with an OptimizerInBackward, as no sum of gradients exists, got {count}."
+    )
+    return jax.tree.map(lambda a: a[0], batch)
 
 
 def lowered[Metrics](
