@@ -120,6 +120,22 @@ def test_states_in_8_bits_are_counted(optimizer, planned, monkeypatch):
     assert (sizes[0] - masters) / 4 < sizes[1] - masters < (sizes[0] - masters) / 3
 
 
+@pytest.mark.usefixtures("optax_promotion")
+def test_a_plan_of_updates_in_the_backward_pass(planned, capsys):
+    folder = DATA / "qwen3_moe"
+    _, found = planned("finetune", str(folder), "--full", "--remat", "all", "--optimizer-in-backward", *SMALL)
+    (((_, optimizer, loss, batch), more, own),) = found
+    model = jgg.models.load(folder, remat="all")
+    weights = planning.num_bytes(nnx.state(model))
+    trainer = jgg.train.Trainer(model, optimizer, loss, accumulate=True, **more)
+    trainer._prepared(jax.tree.map(lambda a: np.zeros(a.shape, a.dtype), batch))
+    assert own.total == pytest.approx(planned_memory(trainer._run).total, rel=0.05)
+    assert own.experts + own.others == weights
+    assert own.optimizer == planning.num_bytes(trainer._opt_state)
+    hidden, layers = model.config.features, 2
+    assert own.kept >= layers * 2 * 64 * hidden * 2  # what each layer takes, in bfloat16
+
+
 GIB = 2**30
 
 
@@ -195,13 +211,16 @@ def test_the_first_option_that_fits_is_named(tried, tmp_path):
     assert lines[8:] == [*all_tried[:6], "with --batch-size 1 --accumulate 12: 8.00 GiB: it fits"]
     assert code == 1
     options = "--remat", "offload", "--full", "--batch-size", "1"
+    _, lines = tried(lambda args: 9 - args.optimizer_in_backward, "finetune", folder, *options)
+    shorter = [f"with --sequence-length {length}: 9.00 GiB, {on_host}: it does not fit" for length in (1024, 512)]
+    assert lines[9:] == ["it does not fit", *shorter, "with --remat all --optimizer-states 8bit --optimizer-in-backward: 8.00 GiB: it fits"]
+    options = "--remat", "all", "--full", "--optimizer-in-backward"
     _, lines = tried(lambda args: 9, "finetune", folder, *options)
-    small = "with --optimizer-states 8bit"
     assert [line.split(":")[0] for line in lines[9:]] == [
-        "it does not fit",
-        small,
+        "with --optimizer-states 8bit",
+        "with --batch-size 1",
         "with --sequence-length 1024",
-        *(f"{small} --sequence-length {length}" for length in (1024, 512)),
+        *(f"with --optimizer-states 8bit --batch-size 1 --sequence-length {length}" for length in (1024, 512)),
     ]
     _, lines = tried(lambda args: 9 - (args.experts == "as-stored"), "finetune", str(FOLDERS["MXFP4"](tmp_path)))
     assert lines[-1] == "with --experts as-stored: 8.00 GiB: it fits"

@@ -228,6 +228,16 @@ def test_muon_trains_a_new_model_with_the_options_of_a_file(folder):
     assert first == pytest.approx(lines[0]["loss"], rel=1e-6) and last < first / 2
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", pytest.param("muon", marks=pytest.mark.sweep)])
+def test_layers_are_updated_in_the_backward_pass(optimizer, folder):
+    leave_a_config_alone(folder)
+    options = *SMALL_TRAINING, "--remat", "all", "--optimizer", optimizer, "--steps", 12
+    wanted = losses(run("train", *options, "--output", "out"))
+    got = losses(run("train", *options, "--output", "in_backward", "--optimizer-in-backward"))
+    assert got[1] == pytest.approx(wanted[1], rel=1e-6)
+    assert got[12] < 0.4 * got[1]
+
+
 @pytest.mark.gpu
 def test_a_gpu_learns_the_same_and_its_memory_is_known(folder):
     options = "--steps", 4, *SIZES, "--batch-size", 2 * jax.device_count(), "--eval-data", "data.jsonl"

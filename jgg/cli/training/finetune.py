@@ -70,6 +70,9 @@ def _plan(args) -> int:
 
 def _check(args, output: AdapterOutput) -> None:
     """Checks options."""
+    if args.optimizer_in_backward and not args.full:
+        raise UsageError("--optimizer-in-backward needs --full: the gradients of adapters are small")
+    loop.check_in_backward(args)
     if args.full:
         folders.check(args)
         if args.experts != "bfloat16":

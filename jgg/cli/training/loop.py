@@ -16,7 +16,7 @@ from flax import nnx
 import jgg.optim
 import jgg.train
 from jgg.cli.console import progress
-from jgg.cli.errors import TERMINATED, enough_memory
+from jgg.cli.errors import TERMINATED, UsageError, enough_memory
 from jgg.cli.training import devices, folders
 from jgg.cli.training.data import counted, data_of
 from jgg.core.quantized import count_numbers
@@ -24,7 +24,7 @@ from jgg.data import lengths_of
 from jgg.experts.sharding import MoESharding
 from jgg.models import Decoder, ModelConfig
 from jgg.train.losses import Batch, perplexity_of
-from jgg.train.steps import Loss
+from jgg.train.steps import Loss, Optimizer
 
 _B2 = 0.95  # of AdamW
 _CLIP = 1.0  # norm of all gradients
@@ -56,31 +56,65 @@ def optimizer_of(args, schedule: optax.Schedule, shardings: object = None) -> op
     Args:
       shardings: where the parameters are on a mesh; None for one device.
     """
-
-    def is_matrix(params: object) -> object:
-        return jax.tree.map_with_path(
-            lambda path, _: any(str(getattr(key, "key", "")).startswith("w_") for key in path), params
-        )
-
-    are_small = args.optimizer_states == "8bit"
-    if args.optimizer == "muon":
-        dtype = "bfloat16" if are_small else None  # Muon writes out a parameter's new momentum
-        updates = jgg.optim.muon(1.0, consistent_rms=_RMS, adam_b2=_B2, mu_dtype=dtype, shardings=shardings)
-        decay = optax.add_decayed_weights(-args.weight_decay, is_matrix)  # updates are negative here
-        optimizer = optax.chain(updates, decay, optax.scale_by_schedule(schedule))
-    else:
-        optimizer = optax.adamw(schedule, b2=_B2, weight_decay=args.weight_decay, mask=is_matrix)
-    if are_small:
-        optimizer = jgg.optim.states_in_8_bits(optimizer)
+    optimizer = _muon(args, schedule, shardings) if args.optimizer == "muon" else _adamw(args, schedule)
     return optax.chain(optax.clip_by_global_norm(_CLIP), optimizer)
+
+
+def _adamw(args, schedule: optax.Schedule, nesterov: bool = False) -> optax.GradientTransformation:
+    own = optax.adamw(schedule, b2=_B2, weight_decay=args.weight_decay, mask=_is_matrix, nesterov=nesterov)
+    return jgg.optim.states_in_8_bits(own) if _are_small(args) else own
+
+
+def _muon(args, schedule: optax.Schedule, shardings: object = None) -> optax.GradientTransformation:
+    dtype = "bfloat16" if _are_small(args) else None  # Muon writes out a parameter's new momentum
+    updates = jgg.optim.muon(1.0, consistent_rms=_RMS, adam_b2=_B2, mu_dtype=dtype, shardings=shardings)
+    decay = optax.add_decayed_weights(-args.weight_decay, _is_matrix)  # updates are negative here
+    own = optax.chain(updates, decay, optax.scale_by_schedule(schedule))
+    return jgg.optim.states_in_8_bits(own) if _are_small(args) else own
+
+
+def _are_small(args) -> bool:
+    """Whether states are in 8 bits."""
+    are_small: bool = args.optimizer_states == "8bit"
+    return are_small
+
+
+def _is_matrix(params: object) -> object:
+    return jax.tree.map_with_path(
+        lambda path, _: any(str(getattr(key, "key", "")).startswith("w_") for key in path), params
+    )
 
 
 def optimizer_for(
     args, schedule: optax.Schedule, wrt: type[nnx.Variable[jax.Array]], shardings: object = None
-) -> optax.GradientTransformation:
-    """`optimizer_of` for variables of a type: parameters of 16 bits, which adapters are not, have float32 masters."""
+) -> Optimizer:
+    """`optimizer_of` for variables of a type: parameters of 16 bits, which adapters are not, have float32 masters.
+
+    With --optimizer-in-backward, the norm of the step before is bounded, and parameters of 16 bits have no masters but
+    are rounded stochastically.
+    """
+    if args.optimizer_in_backward:
+        is_muon = args.optimizer == "muon"  # which there is none of outside layers
+        own = _muon(args, schedule) if is_muon else _adamw(args, schedule)
+        others = _adamw(args, schedule, nesterov=is_muon)
+        return jgg.train.OptimizerInBackward(own, others=others, max_norm=_CLIP)
     optimizer = optimizer_of(args, schedule, shardings)
     return jgg.train.float32_masters(optimizer) if wrt is nnx.Param else optimizer
+
+
+def check_in_backward(args) -> None:
+    """Raises UsageError if --optimizer-in-backward stands with options that it does not fit."""
+    if not args.optimizer_in_backward:
+        return
+    name = "--optimizer-in-backward"
+    if args.remat != "all":
+        raise UsageError(f"{name} needs --remat all, got {args.remat}")
+    if args.accumulate > 1:
+        raise UsageError(f"{name} needs --accumulate 1, got {args.accumulate}: gradients are not kept to be added up")
+    if jax.device_count() > 1:
+        raise UsageError(
+            f"{name} needs one device, got {jax.device_count()}: let it see one, such as by CUDA_VISIBLE_DEVICES"
+        )
 
 
 def loss_of(args, config: ModelConfig) -> Loss[dict[str, jax.Array]]:

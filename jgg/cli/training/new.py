@@ -47,6 +47,7 @@ def _check(args) -> Path:
         raise UsageError(f"--tokenizer must be a folder with tokenizer.json, got {args.tokenizer}")
     args.learning_rate = args.learning_rate or 1e-3
     args.dtype = args.dtype or options.default_dtype()
+    loop.check_in_backward(args)
     folders.check(args)
     return folder
 

@@ -65,7 +65,7 @@ def run(
     if limit is None:
         print(f"this is what XLA plans for {device.device_kind}, whose memory has no limit that JAX knows")
         return 0
-    fits = own.total <= limit
+    fits, trains_all = own.total <= limit, wrt is nnx.Param
     print("it fits" if fits else "it does not fit", flush=True)
     if fits:
         return 0
@@ -90,6 +90,8 @@ def run(
         together["sequence_length"] //= 2
         before, needed = needed.total, tried(together)
         least = 2 * needed.total - before  # all further halves together save no more than this one
+    if needed.total > limit and trains_all and args.accumulate == 1 and not args.optimizer_in_backward:
+        needed = tried({"remat": "all", "optimizer_states": "8bit", "optimizer_in_backward": True})
     if needed.lasting > limit:
         less = ": take fewer --targets or a smaller --lora-rank" if wrt is nnx.LoRAParam else ""
         print(f"parameters and the state of the optimizer alone take {_gib(needed.lasting)} GiB{less}")
@@ -98,7 +100,7 @@ def run(
 
 def _changes(args, experts: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Options that need less memory than those given."""
-    for remat in ("all", "offload"):
+    for remat in () if args.optimizer_in_backward else ("all", "offload"):
         if REMAT.index(remat) > REMAT.index(args.remat):
             yield {"remat": remat}
     for name in experts:
@@ -106,7 +108,8 @@ def _changes(args, experts: Sequence[str]) -> Iterator[dict[str, Any]]:
     if args.optimizer_states == "float32":
         yield {"optimizer_states": "8bit"}
     if args.batch_size > 1:
-        yield {"batch_size": 1, "accumulate": args.accumulate * args.batch_size}
+        parts = args.accumulate * args.batch_size
+        yield {"batch_size": 1} if args.optimizer_in_backward else {"batch_size": 1, "accumulate": parts}
     if args.sequence_length > 1:
         yield {"sequence_length": args.sequence_length // 2}
 
@@ -124,7 +127,8 @@ def _tried(
 
 def _in_words(change: dict[str, Any]) -> str:
     """Options as a command line has them."""
-    return " ".join(f"--{name.replace('_', '-')} {value}" for name, value in change.items())
+    options = ((f"--{name.replace('_', '-')}", value) for name, value in change.items())
+    return " ".join(name if value is True else f"{name} {value}" for name, value in options)
 
 
 def _plan_of(args, describe: Callable[[Any], Decoder], wrt: type[nnx.Variable[jax.Array]]) -> Plan:
