@@ -4,6 +4,7 @@
     python -m benchmarks.models --model qwen3-30b-a3b --run lora --experts fp8
     python -m benchmarks.models --model qwen3-30b-a3b --run train --layers 8
     python -m benchmarks.models --model qwen3-30b-a3b --run train --layers 4 --params masters
+    python -m benchmarks.models --model qwen3-30b-a3b --run in-backward --batch 1 --optimizer momentum
     python -m benchmarks.models --model qwen3-30b-a3b --run train,generate --layers 8 --batch-invariant
     python -m benchmarks.models --model gpt-oss-20b --run lora,generate --experts as-stored
     python -m benchmarks.models --model qwen3.5-35b-a3b --run lora,generate --experts fp8
@@ -44,11 +45,17 @@ from jgg.core.choices import REMAT
 from jgg.core.quantized import QuantizedArray, WeightForms
 from jgg.models.placement import place
 from jgg.nnx import Frozen
+from jgg.train.steps import step_of
 from jgg.tuning.roofline import percent_of_roofline
 
-RUNS = "lora", "train", "generate"
+RUNS = "lora", "train", "in-backward", "generate"
 EXPERTS = "bfloat16", "fp8", "as-stored", "mxfp4"
 PARAMS = "bfloat16", "float32", "masters"
+OPTIMIZERS = {
+    "sgd": lambda: optax.sgd(1e-4),
+    "momentum": lambda: optax.sgd(1e-4, momentum=0.9),
+    "adamw": lambda: optax.adamw(1e-4),
+}
 _HEADINGS = ("run", "first s", "ms", "tokens/s", "peak GiB", "% of roofline")
 
 
@@ -134,11 +141,19 @@ def options_of(args, run: str) -> dict[str, Any]:
     return options | {"param_dtype": jnp.float32 if args.params == "float32" and run == "train" else jnp.bfloat16}
 
 
+def remat_of(args, run: str) -> str:
+    """What a model's backward pass recomputes."""
+    return "all" if run == "in-backward" else args.remat
+
+
 def measure_steps(args, config: jgg.models.ModelConfig, run: str) -> tuple:
     """The cells of a row for steps of training."""
     speeds = measure_speeds(config, args.batch * args.sequence, args.experts == "fp8")
-    model = random_model(config, args.experts, remat=args.remat, **options_of(args, run))
-    step, state, frozen = make_step(model, nnx.LoRAParam if run == "lora" else nnx.Param, args.params == "masters")
+    model = random_model(config, args.experts, remat=remat_of(args, run), **options_of(args, run))
+    if run == "in-backward":
+        step, state, frozen = make_step_in_backward(model, args.optimizer)
+    else:
+        step, state, frozen = make_step(model, nnx.LoRAParam if run == "lora" else nnx.Param, args.params == "masters")
     tensors = tensors_of(model)
     del model
     shape = args.batch, args.sequence + 1
@@ -199,9 +214,38 @@ def measure_generation(args, config: jgg.models.ModelConfig) -> list[tuple]:
     return rows
 
 
+def make_step_in_backward(model: jgg.models.Decoder, optimizer: str):
+    """The same for a step that updates all parameters of each layer in the backward pass."""
+    in_backward = jgg.train.OptimizerInBackward(OPTIMIZERS[optimizer](), max_norm=1.0)
+    in_backward.check(model)
+    parts: Any = nnx.split(model, nnx.Param, ...)
+    graphdef, own, frozen = parts
+
+    def loss_of(model, tokens):
+        return model.loss(tokens[:, :-1], tokens[:, 1:]), ()
+
+    step = step_of(graphdef, in_backward, loss_of, accumulate=False)
+
+    options = jgg.train.compiler_options(in_backward=True)
+
+    @functools.partial(jax.jit, donate_argnums=0, compiler_options=options)
+    def alone(state, frozen, tokens):
+        state, (loss, _) = step(state, frozen, tokens)
+        return state, loss
+
+    return alone, (own, in_backward.init(own)), frozen
+
+
 def _percent(least: float | None, seconds: float | None) -> str:
     percent = percent_of_roofline(least, seconds)
     return "-" if percent is None else f"{percent:.1f}"
+
+
+def add_optimizer(parser: argparse.ArgumentParser) -> None:
+    """Adds the option of the run in-backward."""
+    parser.add_argument(
+        "--optimizer", choices=OPTIMIZERS, default="momentum", help="of --run in-backward (default: %(default)s)"
+    )
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -266,6 +310,7 @@ def make_parser() -> argparse.ArgumentParser:
         help="numbers of sequences in generation (default: 1,32)",
     )
     parser.add_argument("--batch-invariant", action="store_true", help="as in Decoder")
+    add_optimizer(parser)
     parser.add_argument("--json", type=new_file, help="write the table into this file too")
     parser.set_defaults(parser=parser)
     return parser

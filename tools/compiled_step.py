@@ -7,6 +7,7 @@
     python -m tools.compiled_step --run generate --batch 1
     python -m tools.compiled_step --run train --layers 2 --batch-invariant
     python -m tools.compiled_step --run lora --layers 2 --fsdp 4
+    python -m tools.compiled_step --run in-backward --batch 1 --optimizer momentum
     python -m tools.compiled_step --run train --expert 8 --buffer-factor 1.25 --balanced
 
 The models and steps are those of `benchmarks.models`, and with --run train those of `benchmarks.training`, without
@@ -32,7 +33,16 @@ from flax import nnx
 import jgg
 import jgg.models
 from benchmarks.model_configs import config_of
-from benchmarks.models import EXPERTS, RUNS, make_step, options_of, random_model
+from benchmarks.models import (
+    EXPERTS,
+    RUNS,
+    add_optimizer,
+    make_step,
+    make_step_in_backward,
+    options_of,
+    random_model,
+    remat_of,
+)
 from benchmarks.training_step import AXES, add_model_options, check_experts, placed, sharding_of, tokens_of, training_of
 from jgg.cli import run as run_command
 from jgg.cli.arguments import new_file, positive_int
@@ -82,7 +92,11 @@ def program(args, devices):
         return training_of(args, config, devices)
     check_experts(args, config)
     sharding = sharding_of(args, devices)
-    options = options_of(args, args.run) | {"remat": args.remat, "unroll": args.unroll, "sharding": sharding}
+    options = options_of(args, args.run) | {
+        "remat": remat_of(args, args.run),
+        "unroll": args.unroll,
+        "sharding": sharding,
+    }
     made = []  # what is no array, and so cannot be returned by the function that is only traced
 
     def make():
@@ -91,7 +105,10 @@ def program(args, devices):
             graphdef, state = nnx.split(model)
             made.append(graphdef)
             return (state,)
-        step, *state = make_step(model, nnx.LoRAParam)
+        if args.run == "in-backward":
+            step, *state = make_step_in_backward(model, args.optimizer)
+        else:
+            step, *state = make_step(model, nnx.LoRAParam)
         made.append(step)
         return state
 
@@ -132,6 +149,7 @@ def make_parser() -> argparse.ArgumentParser:
         ("top", 6, "how many kernels of each kind are printed"),
     ):
         parser.add_argument(f"--{name}", type=positive_int, default=default, help=f"{what} (%(default)s)")
+    add_optimizer(parser)
     parser.add_argument(
         "--option",
         type=option,
