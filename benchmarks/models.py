@@ -4,7 +4,7 @@
     python -m benchmarks.models --model qwen3-30b-a3b --run lora --experts fp8
     python -m benchmarks.models --model qwen3-30b-a3b --run train --layers 8
     python -m benchmarks.models --model qwen3-30b-a3b --run train --layers 4 --params masters
-    python -m benchmarks.models --model qwen3-30b-a3b --run in-backward --batch 1 --optimizer momentum
+    python -m benchmarks.models --model qwen3-30b-a3b --run in-backward --batch 1
     python -m benchmarks.models --model qwen3-30b-a3b --run train,generate --layers 8 --batch-invariant
     python -m benchmarks.models --model gpt-oss-20b --run lora,generate --experts as-stored
     python -m benchmarks.models --model qwen3.5-35b-a3b --run lora,generate --experts fp8
@@ -28,6 +28,7 @@ from flax import nnx
 
 import jgg
 import jgg.models
+import jgg.optim
 import jgg.train
 from benchmarks.memory import peak_gib
 from benchmarks.model_configs import CONFIGS, config_of
@@ -55,6 +56,7 @@ OPTIMIZERS = {
     "sgd": lambda: optax.sgd(1e-4),
     "momentum": lambda: optax.sgd(1e-4, momentum=0.9),
     "adamw": lambda: optax.adamw(1e-4),
+    "adamw-8bit": lambda: jgg.optim.states_in_8_bits(optax.adamw(1e-4)),
 }
 _HEADINGS = ("run", "first s", "ms", "tokens/s", "peak GiB", "% of roofline")
 
@@ -244,7 +246,7 @@ def _percent(least: float | None, seconds: float | None) -> str:
 def add_optimizer(parser: argparse.ArgumentParser) -> None:
     """Adds the option of the run in-backward."""
     parser.add_argument(
-        "--optimizer", choices=OPTIMIZERS, default="momentum", help="of --run in-backward (default: %(default)s)"
+        "--optimizer", choices=OPTIMIZERS, default="adamw-8bit", help="of --run in-backward (default: %(default)s)"
     )
 
 

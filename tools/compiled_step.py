@@ -7,7 +7,7 @@
     python -m tools.compiled_step --run generate --batch 1
     python -m tools.compiled_step --run train --layers 2 --batch-invariant
     python -m tools.compiled_step --run lora --layers 2 --fsdp 4
-    python -m tools.compiled_step --run in-backward --batch 1 --optimizer momentum
+    python -m tools.compiled_step --run in-backward --batch 1
     python -m tools.compiled_step --run train --expert 8 --buffer-factor 1.25 --balanced
 
 The models and steps are those of `benchmarks.models`, and with --run train those of `benchmarks.training`, without
