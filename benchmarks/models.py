@@ -144,8 +144,8 @@ def options_of(args, run: str) -> dict[str, Any]:
 
 
 def remat_of(args, run: str) -> str:
-    """What a model's backward pass recomputes."""
-    return "all" if run == "in-backward" else args.remat
+    """What a model's backward pass recomputes: in the run in-backward, layers."""
+    return "all" if run == "in-backward" and args.remat != "offload" else args.remat
 
 
 def measure_steps(args, config: jgg.models.ModelConfig, run: str) -> tuple:

@@ -73,8 +73,9 @@ class Updates:
 def run_updating(stacks: Sequence[Stack], x: jax.Array, updates: Updates) -> tuple[jax.Array, Sown]:
     """`stacks.run` without caches, whose backward pass updates parameters and returns the gradient of x alone.
 
-    The forward pass keeps what each layer takes. The backward pass is a loop whose carry has all layers' parameters and
-    what is kept of them, which XLA writes over in place, a layer at a time: there is one layer's gradient at once.
+    The forward pass keeps what each layer takes, with `remat="offload"` on the host. The backward pass is a loop whose
+    carry has all layers' parameters and what is kept of them, which XLA writes over in place, a layer at a time:
+    there is one layer's gradient at once.
     """
 
     @jax.custom_vjp
@@ -104,7 +105,7 @@ def _run(stacks: Sequence[Stack], x: jax.Array) -> tuple[jax.Array, tuple[list[S
     def body(carry: tuple[jax.Array, jax.Array], states: dict[str, State]) -> tuple[Any, Any]:
         (x, number), sown, kept = carry, [], []
         for stack in stacks:
-            kept.append(x)
+            kept.append(jax.device_put(x, jax.memory.Space.Host) if stack.options.remat == "offload" else x)
             own = states[stack.plan.name] if stack.stride == 1 else _at(stack.state, _index(stack, number))
             x, values = _layer(stack, number, own, x)
             sown.append(values)
@@ -139,7 +140,7 @@ def _update(
         for stack, xs, d_values in reversed(list(zip(stacks, kept, d_sown, strict=True))):
             name, index = stack.plan.name, _index(stack, number)
             # what is computed again waits for the gradient, else XLA may compute it for all layers of a period
-            x, dx = barrier((_at(xs, number), dx))
+            x, dx = barrier((jax.device_put(_at(xs, number), jax.memory.Space.Device), dx))
             own = _at(owns[name], index) if name in owns else (nnx.State({}), None)
             gradients, dx = _gradients(stack, number, updates.wrt, own[0], x, (dx, _at(d_values, number)))
             if name in owns:

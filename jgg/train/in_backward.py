@@ -88,7 +88,8 @@ class OptimizerInBackward:
         check_instance("model", model, Decoder, "a jgg.models.Decoder with an OptimizerInBackward")
         options = cast(Decoder, model).options
         remat, sharding = options.remat, options.sharding
-        check(remat == "all", f"model must have remat='all' with an OptimizerInBackward, got {remat!r}.")
+        needed = "model must have remat='all' or 'offload' with an OptimizerInBackward"
+        check(remat in ("all", "offload"), f"{needed}, got {remat!r}.")
         check(sharding is None, "model must be on one device with an OptimizerInBackward, got a sharding.")
 
     def init(self, params: State) -> InBackwardState:

@@ -220,12 +220,14 @@ def test_the_first_option_that_fits_is_named(tried, tmp_path):
         "with --remat all --optimizer-states 8bit --optimizer-in-backward: 8.00 GiB: it fits",
     ]
     options = "--remat", "all", "--full", "--optimizer-in-backward"
+    both = small.replace("with", "with --remat offload")
     _, lines = tried(lambda args: 9, "finetune", folder, *options)
     assert [line.split(":")[0] for line in lines[9:]] == [
+        "with --remat offload",
         small,
         "with --batch-size 1",
         "with --sequence-length 1024",
-        *(f"{small} --batch-size 1 --sequence-length {length}" for length in (1024, 512)),
+        *(f"{both} --batch-size 1 --sequence-length {length}" for length in (1024, 512)),
     ]
     _, lines = tried(lambda args: 9 - (args.experts == "as-stored"), "finetune", str(FOLDERS["MXFP4"](tmp_path)))
     assert lines[-1] == "with --experts as-stored: 8.00 GiB: it fits"

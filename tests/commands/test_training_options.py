@@ -120,7 +120,7 @@ WRONG_TOGETHER = {
     "--full needs --experts bfloat16, got fp8": ["--full", "--experts", "fp8"],
     "--optimizer muon needs --full": ["--optimizer", "muon"],
     "--optimizer-in-backward needs --full": ["--optimizer-in-backward"],
-    "--optimizer-in-backward needs --remat all, got names": ["--full", "--optimizer-in-backward"],
+    "--optimizer-in-backward needs --remat all or offload, got names": ["--full", "--optimizer-in-backward"],
     "--optimizer-in-backward needs --accumulate 1, got 2": [
         *("--full", "--optimizer-in-backward", "--remat", "all", "--accumulate", "2")
     ],

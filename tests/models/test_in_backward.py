@@ -34,6 +34,10 @@ def batch_of(step):
     return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "segments": segments, "weights": weights}
 
 
+def in_backward(**options):
+    return OptimizerInBackward(optax.sgd(0.1), **options)
+
+
 def trained(model, optimizer, steps=3, **options):
     """The trainer after some steps, and their losses."""
     own = Trainer(model, optimizer, LOSS, **options)
@@ -68,6 +72,11 @@ def test_it_trains_as_the_optimizer_alone(family):
     assert_same_training(got, wanted, 1e-5)
     state = got[0]._opt_state
     assert {np.asarray(count).tolist() == [3] * len(count) for count in (own[0].count for own in state.stacks.values())}
+
+
+def test_what_layers_take_may_be_kept_on_the_host():
+    wanted, got = (trained(loaded("qwen3_moe", remat=remat), in_backward(max_norm=1.0)) for remat in ("all", "offload"))
+    assert values(got[0].model) == values(wanted[0].model)
 
 
 def test_muon_trains_the_layers():
@@ -179,14 +188,10 @@ def test_a_loss_that_is_not_finite_is_an_error():
         list(own.fit(batch_of, 3))
 
 
-def in_backward(**options):
-    return OptimizerInBackward(optax.sgd(0.1), **options)
-
-
 def test_what_it_cannot_train_is_an_error():
     with pytest.raises(TypeError, match=r"model must be a jgg.models.Decoder with an OptimizerInBackward, got .*Line"):
         Trainer(Line(), in_backward(), LOSS)
-    with pytest.raises(ValueError, match="model must have remat='all' with an OptimizerInBackward, got 'names'"):
+    with pytest.raises(ValueError, match=r"model must have remat='all' or 'offload' with an .*, got 'names'"):
         Trainer(loaded("qwen3_moe", remat="names"), in_backward(), LOSS)
     model = loaded("qwen3_moe", remat="all")
     parts = lambda step: jax.tree.map(lambda a: np.stack([a, a]), batch_of(step))  # noqa: E731

@@ -107,8 +107,8 @@ def check_in_backward(args) -> None:
     if not args.optimizer_in_backward:
         return
     name = "--optimizer-in-backward"
-    if args.remat != "all":
-        raise UsageError(f"{name} needs --remat all, got {args.remat}")
+    if args.remat not in ("all", "offload"):
+        raise UsageError(f"{name} needs --remat all or offload, got {args.remat}")
     if args.accumulate > 1:
         raise UsageError(f"{name} needs --accumulate 1, got {args.accumulate}: gradients are not kept to be added up")
     if jax.device_count() > 1:

@@ -106,7 +106,7 @@ class Learning(Options):
     optimizer_states: str = _training("8bit: the moments of large parameters take a quarter of the memory, rounded",
         default="float32", choices=OPTIMIZER_STATES)
     optimizer_in_backward: bool = flag("training", "update each layer in the backward pass, which needs memory for the"
-        " gradients of one layer, not of all; needs --remat all, one device and --accumulate 1")
+        " gradients of one layer, not of all; needs --remat all or offload, one device, --accumulate 1")
     learning_rate: float | None = _training("the highest rate, after the warm-up; it falls to 0 along a cosine",
         positive_float, metavar="RATE", shown="1e-3")
     warmup: int | None = _training("steps over which the rate rises", positive_int, metavar="STEPS",

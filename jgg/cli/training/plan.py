@@ -100,7 +100,7 @@ def run(
 
 def _changes(args, experts: Sequence[str]) -> Iterator[dict[str, Any]]:
     """Options that need less memory than those given."""
-    for remat in () if args.optimizer_in_backward else ("all", "offload"):
+    for remat in ("all", "offload"):
         if REMAT.index(remat) > REMAT.index(args.remat):
             yield {"remat": remat}
     for name in experts:
