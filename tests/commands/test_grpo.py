@@ -116,6 +116,15 @@ def test_all_parameters_learn_by_other_variants():
     assert max(line["clipped"] for line in lines) > 0
 
 
+@pytest.mark.sweep
+@pytest.mark.usefixtures("folder")
+def test_all_parameters_learn_in_the_backward_pass():
+    options = "--full", "--optimizer-in-backward", "--remat", "all", "--steps", 16, "--learning-rate", 3e-2
+    lines = run(*options, "--output", "out")
+    assert np.mean([line["reward"] for line in lines[-4:]]) > lines[0]["reward"] + 0.2
+    assert all(line["largest_difference"] < 1e-4 for line in lines)
+
+
 def answers(rewards, first):
     """Answers to prompts, whose rows have numbers of their own."""
     rewards = np.array(rewards)
