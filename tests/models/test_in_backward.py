@@ -69,7 +69,7 @@ def test_it_trains_as_the_optimizer_alone(family):
     optimizer = optax.adamw(optax.linear_schedule(1e-2, 1e-3, 3), eps=1e-3, weight_decay=0.1)
     wanted = trained(loaded(family, remat="all"), optimizer)
     got = trained(loaded(family, remat="all"), OptimizerInBackward(optimizer))
-    assert_same_training(got, wanted, 1e-5)
+    assert_same_training(got, wanted, 1e-4)
     state = got[0]._opt_state
     assert {np.asarray(count).tolist() == [3] * len(count) for count in (own[0].count for own in state.stacks.values())}
 
