@@ -107,7 +107,8 @@ def fine_tuning(job: Job) -> Iterator[Line]:
         options = ["--data", data, "--output", output, "--experts", job.experts, "--split", "--steps", STEPS]
         options += ["--batch-size", 2, "--sequence-length", SEQUENCE, "--log-every", 1, "--quiet", *job.options]
         args = parse(["finetune", str(folder), *map(str, options)])
-        args.sequence_length = min(args.sequence_length, _sequence())
+        if _is_small():
+            args.sequence_length = _sequence()
         tokens = args.batch_size * args.sequence_length
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(job.config.hf))
