@@ -54,7 +54,7 @@ EXPERTS = "bfloat16", "fp8", "as-stored", "mxfp4"
 PARAMS = "bfloat16", "float32", "masters"
 OPTIMIZERS = {
     "sgd": lambda: optax.sgd(1e-4),
-    "momentum": lambda: optax.sgd(1e-4, momentum=0.9),
+    "momentum": lambda: optax.sgd(1e-4, momentum=0.9, accumulator_dtype=jnp.bfloat16),
     "adamw": lambda: optax.adamw(1e-4),
     "adamw-8bit": lambda: jgg.optim.states_in_8_bits(optax.adamw(1e-4)),
 }

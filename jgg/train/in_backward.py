@@ -1,6 +1,7 @@
 """An optimizer's step inside the backward pass: there are never all gradients, nor a second copy of the weights."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
@@ -46,7 +47,7 @@ class OptimizerInBackward:
         optimizer = jgg.train.OptimizerInBackward(optax.adamw(1e-5), max_norm=1.0)
         trainer = jgg.train.Trainer(model, optimizer, loss)
 
-    Gradients are converted to float32 for the optimizer, and its updates are added in float32. Each layer has a state
+    The optimizer gets gradients and its state in float32, and its updates are added in float32. Each layer has a state
     of its own, counts included. With an optimizer that changes each element or each matrix by itself, such as AdamW or
     Muon, training is the same as without this. What relates layers to each other, such as
     `optax.clip_by_global_norm`, sees one layer at a time.
@@ -58,7 +59,8 @@ class OptimizerInBackward:
         its gradients by max(1, norm / max_norm) with the norm of the step before, and the first step does not.
       stochastic_rounding: whether parameters and states in bfloat16 are rounded up or down at random, so that the mean
         is right: bfloat16 has 8 significant bits, and would lose most small updates if it were rounded to nearest. The
-        random numbers depend on the step and the element alone.
+        random numbers depend on the step and the element alone. The optimizer then gets parameters in float32, and its
+        state is float32 but for what it keeps in less, such as by `mu_dtype`. False for `float32_masters`.
 
     Raises:
       TypeError: an optimizer is not optax's.
@@ -97,7 +99,8 @@ class OptimizerInBackward:
         stacks, others = _split(params)
         layers = {name: jax.jit(self._init_layers)(nnx.State({name: own})) for name, own in stacks.items()}
         norm = None if self.max_norm is None else jnp.zeros((), jnp.float32)
-        return InBackwardState(jnp.zeros((), jnp.int32), norm, layers, self.of_others.init(others))
+        own = jax.jit(functools.partial(self._first, self.of_others))(others)
+        return InBackwardState(jnp.zeros((), jnp.int32), norm, layers, own)
 
     @property
     def of_others(self) -> optax.GradientTransformation:
@@ -106,7 +109,10 @@ class OptimizerInBackward:
 
     def _init_layers(self, stack: State) -> optax.OptState:
         """The state of a stack, by a loop: an optimizer may need further memory to make the state of a layer."""
-        return jax.lax.map(self.optimizer.init, stack)
+        return jax.lax.map(functools.partial(self._first, self.optimizer), stack)
+
+    def _first(self, optimizer: optax.GradientTransformation, params: Tree) -> optax.OptState:
+        return optimizer.init(_wide(params) if self.stochastic_rounding else params)
 
     def updated(
         self,
@@ -123,8 +129,8 @@ class OptimizerInBackward:
           factor: what gradients are multiplied by.
           salt: uint32 [], which selects how numbers are rounded.
         """
-        gradients = jax.tree.map(lambda g: g.astype(jnp.promote_types(g.dtype, jnp.float32)) * factor, gradients)
-        updates, new = optimizer.update(gradients, state, params)
+        gradients = jax.tree.map(lambda g: g * factor, _wide(gradients))
+        updates, new = optimizer.update(gradients, _wide(state), _wide(params) if self.stochastic_rounding else params)
         moved = jax.tree.map(lambda p, u: p.astype(jnp.promote_types(p.dtype, u.dtype)) + u, params, updates)
         return self._rounded(moved, params, salt), self._rounded(new, state, mixed(salt))
 
@@ -140,6 +146,16 @@ class OptimizerInBackward:
             else:
                 rounded.append(own.astype(leaf.dtype))
         return jax.tree.unflatten(structure, rounded)
+
+
+def _wide(tree: Tree) -> Tree:
+    """A tree with narrower floats in float32."""
+
+    def wide(array: jax.Array) -> jax.Array:
+        is_float = jnp.issubdtype(array.dtype, jnp.floating)
+        return array.astype(jnp.promote_types(array.dtype, jnp.float32)) if is_float else array
+
+    return jax.tree.map(wide, tree)
 
 
 class Backward[Metrics]:
