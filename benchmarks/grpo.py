@@ -83,7 +83,8 @@ class Sampler:
         sampled = time.perf_counter()
         rows = drawn.training_rows(prompts)
         rows = rows._replace(topk_indices=jnp.zeros((0, *rows.tokens.shape, 0), jnp.int32))
-        packed = jgg.train.pack_rows(rows, self.args.length, multiple=self.args.sequences)
+        # a multiple that two draws of as many answers hardly differ in, since the step is compiled for one number
+        packed = jgg.train.pack_rows(rows, self.args.length, multiple=8 * self.args.sequences)
         rewards = self.draw.standard_normal((self.args.prompts, self.args.answers))
         advantages = (rewards - rewards.mean(axis=1, keepdims=True)).reshape(-1).astype(np.float32)
         parts = len(packed.tokens) // self.args.sequences

@@ -78,20 +78,28 @@ def encoded(array: jax.Array, exponents: jax.Array, salt: jax.Array, code: Code)
       salt: uint32 [], which selects how elements are rounded.
       code: what codes are.
     """
-    values = _in_blocks(array.astype(jnp.float32), exponents.shape[-1])
-    parts = values / _powers(exponents)  # at most 1
-    up = (_noise(values.shape, salt) >> 13).astype(jnp.float32) * 2.0**-19  # few digits, so that the sums are exact
+    bits = _bits(_in_blocks(array.astype(jnp.float32), exponents.shape[-1]))
+    is_negative, sizes = bits >> 31 != 0, bits & 0x7FFFFFFF
+    # In integers: XLA would merge divisions by powers of two into one by their product, which may be 0. A code has 20
+    # further bits until it is rounded. `down` is how many powers of two a number is below its block's.
+    own = sizes >> 23
+    down = exponents[..., None].astype(jnp.int32) - own.astype(jnp.int32)
+    digits = jnp.where(own == 0, 0, sizes & 0x7FFFFF | 0x800000)
     if code == Code.EVEN:
-        multiples = jnp.floor(parts * 2.0**_EVEN + up).astype(jnp.int8)
-        return _whole(jax.lax.bitcast_convert_type(multiples, jnp.uint8), array)
-    least = 2.0 ** (1 - (15 if code == Code.FLOAT else 30))  # of precise numbers
-    step = _floats(_bits(jnp.maximum(jnp.abs(parts), least)) & 0x7F800000) * 2.0**-_DIGITS
-    parts = jnp.floor(parts / step + up) * step
-    if code == Code.FLOAT:
-        return _whole(jax.lax.bitcast_convert_type((parts * 2.0**_FLOAT).astype(jnp.float8_e4m3fn), jnp.uint8), array)
-    parts = jnp.where(values > 0, jnp.maximum(parts, least * 2.0**-_DIGITS), parts)
-    halves = jax.lax.bitcast_convert_type((parts * 2.0**_POSITIVE).astype(jnp.float16), jnp.uint16)
-    return _whole((halves >> 10 - _DIGITS).astype(jnp.uint8), array)
+        exact = _shifted(digits, _EVEN - 3 - down)
+    else:
+        one = _FLOAT + 7 if code == Code.FLOAT else _POSITIVE + 15  # the exponent of 1, as these floats have it
+        precise = digits + ((one - 1 - down).astype(jnp.uint32) << 23)
+        exact = jnp.where((down < one) & (own > 0), precise, _shifted(digits, one - 1 - down))
+    codes = exact + (_noise(bits.shape, salt) >> 12) >> 20
+    if code == Code.EVEN:
+        codes = jnp.minimum(codes, 127)
+        codes = jnp.where(is_negative, -codes, codes)
+    elif code == Code.FLOAT:
+        codes |= jnp.where(is_negative, jnp.uint32(0x80), 0)
+    else:
+        codes = jnp.where(sizes > 0, jnp.maximum(codes, 1), 0)
+    return _whole(codes.astype(jnp.uint8), array)
 
 
 def sharding_of_blocks(own: jax.NamedSharding, ndim: int, blocks: int) -> jax.NamedSharding:
@@ -122,6 +130,12 @@ def _bits(array: jax.Array) -> jax.Array:
 
 def _floats(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
+
+
+def _shifted(bits: jax.Array, left: jax.Array) -> jax.Array:
+    """uint32s shifted to the left, or to the right where `left` is negative."""
+    up, down = (jnp.clip(by, 0, 31).astype(jnp.uint32) for by in (left, -left))
+    return bits << up >> down
 
 
 def _powers(exponents: jax.Array) -> jax.Array:

@@ -130,3 +130,23 @@ def test_a_layer_alone_is_as_in_its_stack():
 )
 def test_blocks(size, block):
     assert block_of(size) == block
+
+
+@ALL
+@pytest.mark.parametrize("platform", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_the_smallest_blocks(code, platform):
+    largest = np.asarray([0, 2.0**-149, 2.0**-130, 2.0**-126, 2.0**-118, 2.0**-100], np.float32)[:, None]
+    array = largest * np.linspace(0, 1, 256, dtype=np.float32)
+    with jax.default_device(jax.devices(platform)[0]):
+        result = np.asarray(jax.jit(lambda array: rounded(array, 1, code))(jnp.asarray(array)))
+    assert np.isfinite(result).all() and not result[array == 0].any()
+    assert np.all(np.abs(result - array)[-2:] <= largest[-2:] / 8)
+
+
+@ALL
+def test_codes_are_computed_in_integers(code):
+    """XLA for a GPU divided by the product of two powers of two in place of one after the other: 0 / 0."""
+    exponents = exponents_of(jnp.ones((8, 128)), code)
+    jaxpr = jax.make_jaxpr(lambda array: encoded(array, exponents, jnp.uint32(0), code))(jnp.ones((8, 128)))
+    floats = {str(own.primitive) for own in jaxpr.eqns if jnp.issubdtype(own.outvars[0].aval.dtype, jnp.floating)}
+    assert floats <= {"reshape", "convert_element_type"}
