@@ -106,7 +106,7 @@ def fine_tuning(job: Job) -> Iterator[Line]:
         folder, data, output = (Path(name) / part for part in ("model", "data.jsonl", "adapter"))
         options = ["--data", data, "--output", output, "--experts", job.experts, "--split", "--steps", STEPS]
         options += ["--batch-size", 2, "--sequence-length", SEQUENCE, "--log-every", 1, "--quiet", *job.options]
-        args = parse(["finetune", str(folder), *map(str, options)])
+        args: Any = parse(["finetune", str(folder), *map(str, options)])
         if _is_small():
             args.sequence_length = _sequence()
         tokens = args.batch_size * args.sequence_length
