@@ -102,7 +102,7 @@ def run_updating(stacks: Sequence[Stack], x: jax.Array, updates: Updates) -> tup
 def _run(stacks: Sequence[Stack], x: jax.Array) -> tuple[jax.Array, tuple[list[Sown], list[jax.Array]]]:
     """x after a period, and by place in the period what its layers sowed and what they took, stacked."""
 
-    def body(carry: tuple[jax.Array, jax.Array], states: dict[str, State]) -> tuple[Any, Any]:
+    def body(carry: tuple[jax.Array, jax.Array], states: dict[str, State]) -> tuple[Tree, Tree]:
         (x, number), sown, kept = carry, [], []
         for stack in stacks:
             kept.append(jax.device_put(x, jax.memory.Space.Host) if stack.options.remat == "offload" else x)

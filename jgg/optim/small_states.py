@@ -17,6 +17,7 @@ from jgg.optim.eight_bits import Code, block_of, decoded, encoded, exponents_of,
 _LEAST_SIZE = 4096  # elements, as in bitsandbytes; smaller arrays, such as biases, would save nothing
 
 type Path = tuple[Any, ...]
+type Own = jax.Array | optax.MaskedNode  # the exponents of an array in 8 bits
 
 
 class _Moment(NamedTuple):
@@ -129,8 +130,8 @@ def states_in_8_bits(
         def step(own: optax.OptState, exponents: optax.OptState) -> tuple[optax.Updates, optax.OptState]:
             return inner.update(updates, _decoded(own, exponents, types, moments), params, **extra)
 
-        def exponents_at(path: Path, array: jax.Array, old: object) -> object:
-            return old if _is_masked(old) else exponents_of(array, moments[path].code)
+        def exponents_at(path: Path, array: jax.Array, old: Own) -> Own:
+            return old if isinstance(old, optax.MaskedNode) else exponents_of(array, moments[path].code)
 
         # XLA would write new moments to memory between their exponents and their codes, so both compute them
         exponents = jax.tree.map_with_path(exponents_at, step(state.inner, state.exponents)[1], state.exponents)
@@ -147,8 +148,10 @@ def _decoded(
 ) -> optax.OptState:
     """The state of the wrapped optimizer, with arrays of these types in place of codes."""
 
-    def array_at(path: Path, codes: jax.Array, own: Any, like: jax.ShapeDtypeStruct) -> jax.Array:
-        return codes if _is_masked(own) else decoded(codes, own, moments[path].code).astype(like.dtype)
+    def array_at(path: Path, codes: jax.Array, own: Own, like: jax.ShapeDtypeStruct) -> jax.Array:
+        return (
+            codes if isinstance(own, optax.MaskedNode) else decoded(codes, own, moments[path].code).astype(like.dtype)
+        )
 
     return jax.tree.map_with_path(array_at, state, exponents, types)
 
@@ -159,15 +162,11 @@ def _encoded(
     """The state of the wrapped optimizer, with codes in place of the arrays that have exponents."""
     numbers = itertools.count()
 
-    def codes_at(path: Path, array: jax.Array, own: Any) -> jax.Array:
+    def codes_at(path: Path, array: jax.Array, own: Own) -> jax.Array:
         salt = mixed(count.astype(jnp.uint32) ^ mixed(jnp.uint32(next(numbers))))
-        return array if _is_masked(own) else encoded(array, own, salt, moments[path].code)
+        return array if isinstance(own, optax.MaskedNode) else encoded(array, own, salt, moments[path].code)
 
     return jax.tree.map_with_path(codes_at, state, exponents)
-
-
-def _is_masked(exponents: object) -> bool:
-    return isinstance(exponents, optax.MaskedNode)
 
 
 def _fields(name: str, fields: Collection[str], signed: bool) -> dict[str, bool]:
@@ -201,9 +200,9 @@ def _moments(state: optax.OptState, is_signed: Mapping[str, bool]) -> dict[Path,
     return {path: _Moment(code_of(path, at), path[at + 1 :]) for path, at in fields.items()}
 
 
-def _shardings(state: EightBitState, params: optax.Params, moments: Mapping[Path, _Moment]) -> Any:
+def _shardings(state: EightBitState, params: optax.Params, moments: Mapping[Path, _Moment]) -> object:
     """Where a state's arrays are: as their parameter, all others whole; None where no mesh splits parameters."""
-    places: dict[Path, Any] = {
+    places: dict[Path, object] = {
         path: getattr(leaf, "sharding", None) for path, leaf in jax.tree.leaves_with_path(params)
     }
     mesh = next((place.mesh for place in places.values() if isinstance(place, jax.NamedSharding)), None)
@@ -212,15 +211,15 @@ def _shardings(state: EightBitState, params: optax.Params, moments: Mapping[Path
     whole: Any = jax.NamedSharding(mesh, jax.P())
     shapes = {path: jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
 
-    def place_of(path: Path, leaf: jax.ShapeDtypeStruct) -> Any:
+    def place_of(path: Path, leaf: jax.ShapeDtypeStruct) -> object:
         own = moments[path].parameter if path in moments else None
         return places[own] if own in places and shapes[own] == leaf.shape else whole
 
     inner = jax.tree.map_with_path(place_of, state.inner)
 
-    def of_exponents(codes: jax.ShapeDtypeStruct, place: Any, exponents: Any) -> object:
-        if _is_masked(exponents) or not isinstance(place, jax.NamedSharding):
-            return exponents if _is_masked(exponents) else place
+    def of_exponents(codes: jax.ShapeDtypeStruct, place: object, exponents: Own) -> object:
+        if isinstance(exponents, optax.MaskedNode) or not isinstance(place, jax.NamedSharding):
+            return exponents if isinstance(exponents, optax.MaskedNode) else place
         return sharding_of_blocks(place, len(codes.shape), exponents.shape[-1])
 
     exponents = jax.tree.map(of_exponents, state.inner, inner, state.exponents)

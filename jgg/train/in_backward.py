@@ -158,7 +158,7 @@ def _wide(tree: Tree) -> Tree:
     return jax.tree.map(wide, tree)
 
 
-class Backward[Metrics]:
+class Backward[Model: nnx.Module, Metrics]:
     """A backward pass that updates a model, in a traced function.
 
     Args:
@@ -176,7 +176,7 @@ class Backward[Metrics]:
         optimizer: OptimizerInBackward,
         wrt: type[nnx.Variable[jax.Array]],
         loss: Callable[..., tuple[jax.Array, Metrics]],
-        graphdef: nnx.GraphDef[Any],
+        graphdef: nnx.GraphDef[Model],
         params: State,
         others: tuple[State, ...],
         state: InBackwardState,
@@ -199,7 +199,7 @@ class Backward[Metrics]:
         params = nnx.merge_state(ends, nnx.State(self._stacks))
         # variables can only be changed in the trace that they are made in
         model = nnx.merge(self._graphdef, *jax.tree.map(lambda a: a, (params, *self._variables)))
-        model.updates = Updates(self._wrt, self._held, self._squares, self._rule, token)
+        cast(Decoder, model).updates = Updates(self._wrt, self._held, self._squares, self._rule, token)
         value, metrics = self._loss(model, self._batch)
         return value, (metrics, nnx.state(model))
 

@@ -15,6 +15,9 @@ from jgg.data.batching import DTYPES
 from jgg.models import Decoder, ModelConfig
 from jgg.train.planning import Plan, plan
 
+type Describe = Callable[[Any], Decoder]  # of the options, the model without its arrays
+type Change = dict[str, Any]  # options by name
+
 _SHORTEST = 128  # tokens of a sequence that are still tried
 _PARTS = {
     "experts": "weights of the experts",
@@ -37,9 +40,7 @@ def settle(args, config: ModelConfig) -> None:
         )
 
 
-def run(
-    args, describe: Callable[[Any], Decoder], wrt: type[nnx.Variable[jax.Array]], experts: Sequence[str] = ()
-) -> int:
+def run(args, describe: Describe, wrt: type[nnx.Variable[jax.Array]], experts: Sequence[str] = ()) -> int:
     """Prints what the step of these options needs and, if the device has less, the first change of them that fits.
 
     If no change alone fits, all of them are tried together, and then with shorter and shorter sequences.
@@ -70,10 +71,10 @@ def run(
     if fits:
         return 0
 
-    def tried(change: dict[str, Any]) -> Plan:
+    def tried(change: Change) -> Plan:
         return _tried(args, change, describe, wrt, limit)
 
-    together: dict[str, Any] = {}
+    together: Change = {}
     needed, last = own, None
     for change in _changes(args, experts):
         try:
@@ -98,7 +99,7 @@ def run(
     return 1
 
 
-def _changes(args, experts: Sequence[str]) -> Iterator[dict[str, Any]]:
+def _changes(args, experts: Sequence[str]) -> Iterator[Change]:
     """Options that need less memory than those given."""
     for remat in ("all", "offload"):
         if REMAT.index(remat) > REMAT.index(args.remat):
@@ -114,9 +115,7 @@ def _changes(args, experts: Sequence[str]) -> Iterator[dict[str, Any]]:
         yield {"sequence_length": args.sequence_length // 2}
 
 
-def _tried(
-    args, change: dict[str, Any], describe: Callable[[Any], Decoder], wrt: type[nnx.Variable[jax.Array]], limit: int
-) -> Plan:
+def _tried(args, change: Change, describe: Describe, wrt: type[nnx.Variable[jax.Array]], limit: int) -> Plan:
     """What the step needs with other options; prints whether it fits."""
     needed = _plan_of(dataclasses.replace(args, **change), describe, wrt)
     host = f", and {_gib(needed.on_host)} GiB in the host's memory" if needed.on_host else ""
@@ -125,13 +124,13 @@ def _tried(
     return needed
 
 
-def _in_words(change: dict[str, Any]) -> str:
+def _in_words(change: Change) -> str:
     """Options as a command line has them."""
     options = ((f"--{name.replace('_', '-')}", value) for name, value in change.items())
     return " ".join(name if value is True else f"{name} {value}" for name, value in options)
 
 
-def _plan_of(args, describe: Callable[[Any], Decoder], wrt: type[nnx.Variable[jax.Array]]) -> Plan:
+def _plan_of(args, describe: Describe, wrt: type[nnx.Variable[jax.Array]]) -> Plan:
     model = describe(args)
     optimizer = loop.optimizer_for(args, loop.schedule_of(args, args.steps or 1), wrt)
     shape = args.accumulate, args.batch_size, args.sequence_length
