@@ -84,13 +84,14 @@ def encoded(array: jax.Array, exponents: jax.Array, salt: jax.Array, code: Code)
     # further bits until it is rounded. `down` is how many powers of two a number is below its block's.
     own = sizes >> 23
     down = exponents[..., None].astype(jnp.int32) - own.astype(jnp.int32)
-    digits = jnp.where(own == 0, 0, sizes & 0x7FFFFF | 0x800000)
+    digits = sizes & 0x7FFFFF | 0x800000
     if code == Code.EVEN:
-        exact = _shifted(digits, _EVEN - 3 - down)
-    else:
-        one = _FLOAT + 7 if code == Code.FLOAT else _POSITIVE + 15  # the exponent of 1, as these floats have it
-        precise = digits + ((one - 1 - down).astype(jnp.uint32) << 23)
-        exact = jnp.where((down < one) & (own > 0), precise, _shifted(digits, one - 1 - down))
+        exact = digits << _EVEN - 3 >> jnp.clip(down, 0, 31).astype(jnp.uint32)
+    else:  # one less than the number's exponent, as these floats have it; of a negative one, digits are shifted out
+        power = (_FLOAT + 7 if code == Code.FLOAT else _POSITIVE + 15) - 1 - down
+        exact = digits >> jnp.clip(-power, 0, 31).astype(jnp.uint32)
+        exact += jnp.maximum(power, 0).astype(jnp.uint32) << 23
+    exact = jnp.where(own > 0, exact, 0)
     codes = exact + (_noise(bits.shape, salt) >> 12) >> 20
     if code == Code.EVEN:
         codes = jnp.minimum(codes, 127)
@@ -130,12 +131,6 @@ def _bits(array: jax.Array) -> jax.Array:
 
 def _floats(bits: jax.Array) -> jax.Array:
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
-
-
-def _shifted(bits: jax.Array, left: jax.Array) -> jax.Array:
-    """uint32s shifted to the left, or to the right where `left` is negative."""
-    up, down = (jnp.clip(by, 0, 31).astype(jnp.uint32) for by in (left, -left))
-    return bits << up >> down
 
 
 def _powers(exponents: jax.Array) -> jax.Array:
