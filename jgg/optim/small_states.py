@@ -84,7 +84,8 @@ def states_in_8_bits(
 
     Raises:
       TypeError: the optimizer is none of optax, or fields are no collection of names.
-      ValueError: a field is both signed and non-negative; in `init`, the optimizer's state has none of the fields.
+      ValueError: a field is both signed and non-negative; in `init`, the optimizer's state has none of the fields, or
+        the optimizer subtracts moments, as `optax.rmsprop(centered=True)` does: it may round to less than 0.
 
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, 2021, https://arxiv.org/abs/2110.02861,
       where 8-bit numbers come from a table and are rounded to nearest.
@@ -100,6 +101,8 @@ def states_in_8_bits(
     def first(params: optax.Params) -> EightBitState:
         own = inner.init(params)
         moments = _moments(own, is_signed)
+        are_subtracted = any(map(_is_centered, jax.tree.leaves(own, is_leaf=_is_centered)))
+        check(not are_subtracted, "optimizer must not take a difference of moments, got a centered one.")
         shapes = {path: jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(params)}
         check(
             bool(moments) or not shapes, f"optimizer must have a state with a field {' or '.join(is_signed)}, got none."
@@ -174,6 +177,10 @@ def _fields(name: str, fields: Collection[str], signed: bool) -> dict[str, bool]
     if not is_right or not all(isinstance(field, str) for field in fields):
         raise TypeError(f'{name} must be a collection of names of fields, such as ("mu",), got {fields!r}.')
     return dict.fromkeys(fields, signed)
+
+
+def _is_centered(state: object) -> bool:
+    return isinstance(state, optax.ScaleByRStdDevState)
 
 
 def _fits(array: jax.Array) -> bool:

@@ -265,3 +265,5 @@ def test_what_it_refuses():
         states_in_8_bits(optax.adamw(0.1), non_negative=("nu", "mu"))
     with pytest.raises(ValueError, match=r"optimizer must have a state with a field mu or trace or nu, got none"):
         states_in_8_bits(optax.sgd(0.1)).init(params_of())
+    with pytest.raises(ValueError, match=r"optimizer must not take a difference of moments, got a centered one"):
+        states_in_8_bits(optax.chain(optax.rmsprop(0.1, centered=True))).init(params_of())
