@@ -52,6 +52,9 @@ class OptimizerInBackward:
     Muon, training is the same as without this. What relates layers to each other, such as
     `optax.clip_by_global_norm`, sees one layer at a time.
 
+    The loss must call the model once, outside of `jax.checkpoint`. What else it computes from the layers' parameters,
+    such as a penalty on their size, has no gradient.
+
     Args:
       optimizer: the optax optimizer.
       others: the optimizer of the parameters outside the layers; by default the same.
