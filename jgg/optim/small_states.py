@@ -77,7 +77,8 @@ def states_in_8_bits(
         clipping.
       signed: fields of the optimizer's states with an array per parameter, to keep in 8 bits. Only arrays of the
         parameter's shape with at least 4,096 elements are, if their last axis divides into blocks of 8 to 128.
-      non_negative: further such fields, without negative numbers; a negative one makes its block infinite.
+      non_negative: further such fields, without negative numbers; a negative one makes its block infinite. It must have
+        the second moment that a signed field is divided by: in float32 that may be too small for a rounded numerator.
 
     Returns:
       An optax optimizer. In `float32_masters(states_in_8_bits(...))` the masters stay float32.
