@@ -12,6 +12,7 @@ from flax import nnx
 
 from jgg.core.arguments import as_finite, as_flag, check, check_instance
 from jgg.core.rounding import mixed, rounded_stochastically
+from jgg.extend import barrier
 from jgg.models import Decoder
 from jgg.models.updating import Held, Updates
 from jgg.train.state import State
@@ -57,7 +58,7 @@ class OptimizerInBackward:
 
     Args:
       optimizer: the optax optimizer.
-      others: the optimizer of the parameters outside the layers; by default the same.
+      others: the optimizer of the parameters outside the layers; by default the same, which Muon cannot be.
       max_norm: bound of the norm of all gradients. As this norm is known only after the backward pass, a step divides
         its gradients by max(1, norm / max_norm) with the norm of the step before, and the first step does not.
       stochastic_rounding: whether parameters and states in bfloat16 are rounded up or down at random, so that the mean
@@ -161,6 +162,25 @@ def _wide(tree: Tree) -> Tree:
     return jax.tree.map(wide, tree)
 
 
+def _joined(params: Tree, state: optax.OptState) -> tuple[Tree, optax.OptState]:
+    """The same, with each parameter computed together with its moments if it has several, as with AdamW.
+
+    XLA would else write each of them into its stack in a loop of its own, and compute all moments in each. With at most
+    one moment that takes less memory, and hardly longer.
+    """
+    leaves, structure = jax.tree.flatten_with_path((params, state))
+    values = [leaf for _, leaf in leaves]
+    for path, param in jax.tree.leaves_with_path(params):
+        of_param = [
+            n for n, (own, leaf) in enumerate(leaves) if own[-len(path) :] == path and leaf.shape == param.shape
+        ]
+        if len(of_param) > 2:
+            for number, leaf in zip(of_param, barrier([values[number] for number in of_param]), strict=True):
+                values[number] = leaf
+    joined: tuple[Tree, optax.OptState] = jax.tree.unflatten(structure, values)
+    return joined
+
+
 class Backward[Model: nnx.Module, Metrics]:
     """A backward pass that updates a model, in a traced function.
 
@@ -220,6 +240,7 @@ class Backward[Model: nnx.Module, Metrics]:
             self._factor,
             salt,
         )
+        new, state = _joined(new, state)
         return (new[name], state), self._added(squares, gradients)
 
     def _added(self, squares: jax.Array, gradients: Tree) -> jax.Array:
