@@ -101,10 +101,8 @@ def _random(name: str, shape: tuple[int, ...], dtype: Any, scale: float, experts
     w = jax.random.normal(key, shape, dtype) * jnp.asarray(scale, dtype)
     if experts == "fp8":
         return jgg.quantize_weights(w)
-    if experts in (
-        "as-stored",
-        "mxfp4",
-    ):  # MXFP4: two rows of a column in a byte, and a scale of 2**-7 for 32, about 0.02 in all
+    if experts in ("as-stored", "mxfp4"):
+        # two rows of a column in a byte, and a scale of 2**-7 for 32, about 0.02 in all
         pairs = jax.random.bits(key, (shape[0], shape[1] // 2, shape[2]), jnp.uint8)
         return QuantizedArray(pairs, jnp.full((shape[0], shape[1] // 32, shape[2]), 120, jnp.uint8))
     return w

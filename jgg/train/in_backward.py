@@ -15,6 +15,7 @@ from jgg.core.rounding import mixed, rounded_stochastically
 from jgg.extend import barrier
 from jgg.models import Decoder
 from jgg.models.updating import Held, Updates
+from jgg.train.masters import in_float32
 from jgg.train.state import State
 
 type Tree = Any  # a pytree of arrays
@@ -153,13 +154,7 @@ class OptimizerInBackward:
 
 
 def _wide(tree: Tree) -> Tree:
-    """A tree with narrower floats in float32."""
-
-    def wide(array: jax.Array) -> jax.Array:
-        is_float = jnp.issubdtype(array.dtype, jnp.floating)
-        return array.astype(jnp.promote_types(array.dtype, jnp.float32)) if is_float else array
-
-    return jax.tree.map(wide, tree)
+    return jax.tree.map(in_float32, tree)
 
 
 def _joined(params: Tree, state: optax.OptState) -> tuple[Tree, optax.OptState]:

@@ -56,26 +56,22 @@ def float32_masters(
       to nearest. If that value is less than 2**-15 (for float16: 2**-12) of the parameter's previous value, it can be
       off by up to 2**-24 of the previous value, and the master takes the parameter's value with the next update.
     """
-    if isinstance(optimizer, optax.MultiSteps):
-        optimizer = optimizer.gradient_transformation()
-    check_instance("optimizer", optimizer, optax.GradientTransformation, "an optimizer of optax")
-    inner = optax.with_extra_args_support(optimizer)
+    inner = _wrapped(optimizer)
 
     def init(params: optax.Params) -> MastersState:
         masters = jax.tree.map(lambda p: p.astype(jnp.float32) if _is_short(p) else optax.MaskedNode(), params)
-        return MastersState(masters, inner.init(jax.tree.map(_in_float32, params)))
+        return MastersState(masters, inner.init(jax.tree.map(in_float32, params)))
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: object
     ) -> tuple[optax.Updates, MastersState]:
-        if params is None:
-            raise ValueError("params must be the parameters, as in optimizer.update(updates, state, params), got None.")
+        params = _given(params)
         trained = jax.tree.map(_trained, params, state.masters)
-        gradients = jax.tree.map(lambda p, g: _in_float32(g) if _is_short(p) else g, params, updates)
+        gradients = _of_short(params, updates)
         updates, inner_state = inner.update(gradients, state.inner, trained, **extra)
 
         def moved(param: jax.Array, own: jax.Array, step: jax.Array) -> optax.Params:
-            return own + _in_float32(step) if _is_short(param) else optax.MaskedNode()
+            return own + in_float32(step) if _is_short(param) else optax.MaskedNode()
 
         masters = jax.tree.map(moved, params, trained, updates)
         updates = jax.tree.map(_step_to, params, masters, updates)
@@ -118,21 +114,17 @@ def stochastic_rounding(
 
     Source: Gupta et al., Deep Learning with Limited Numerical Precision, 2015, https://arxiv.org/abs/1502.02551.
     """
-    if isinstance(optimizer, optax.MultiSteps):
-        optimizer = optimizer.gradient_transformation()
-    check_instance("optimizer", optimizer, optax.GradientTransformation, "an optimizer of optax")
-    inner = optax.with_extra_args_support(optimizer)
+    inner = _wrapped(optimizer)
 
     def init(params: optax.Params) -> RoundingState:
-        return RoundingState(jnp.zeros((), jnp.int32), inner.init(jax.tree.map(_in_float32, params)))
+        return RoundingState(jnp.zeros((), jnp.int32), inner.init(jax.tree.map(in_float32, params)))
 
     def update(
         updates: optax.Updates, state: Any, params: optax.Params | None = None, **extra: object
     ) -> tuple[optax.Updates, RoundingState]:
-        if params is None:
-            raise ValueError("params must be the parameters, as in optimizer.update(updates, state, params), got None.")
-        gradients = jax.tree.map(lambda p, g: _in_float32(g) if _is_short(p) else g, params, updates)
-        updates, own = inner.update(gradients, state.inner, jax.tree.map(_in_float32, params), **extra)
+        params = _given(params)
+        gradients = _of_short(params, updates)
+        updates, own = inner.update(gradients, state.inner, jax.tree.map(in_float32, params), **extra)
         step = jnp.asarray(optax.safe_increment(state.step))
         numbers = itertools.count()
 
@@ -143,7 +135,7 @@ def stochastic_rounding(
             check(param.dtype == jnp.bfloat16, f"params must be bfloat16 to be rounded at random, got {param.dtype}.")
             wide = param.astype(jnp.float32)
             salt = mixed(step.astype(jnp.uint32) ^ mixed(jnp.uint32(number)))
-            moved = rounded_stochastically(wide + _in_float32(update), salt).astype(jnp.float32)
+            moved = rounded_stochastically(wide + in_float32(update), salt).astype(jnp.float32)
             return moved - wide
 
         return jax.tree.map(step_of, params, updates), RoundingState(step, own)
@@ -151,11 +143,32 @@ def stochastic_rounding(
     return optax.GradientTransformationExtraArgs(init, update)
 
 
+def _wrapped(optimizer: optax.GradientTransformation | optax.MultiSteps) -> optax.GradientTransformationExtraArgs:
+    """The optimizer to wrap; raises TypeError if it is none of optax."""
+    if isinstance(optimizer, optax.MultiSteps):
+        optimizer = optimizer.gradient_transformation()
+    check_instance("optimizer", optimizer, optax.GradientTransformation, "an optimizer of optax")
+    return optax.with_extra_args_support(optimizer)
+
+
+def _given(params: optax.Params | None) -> optax.Params:
+    """The argument `params` of an update; raises ValueError if there is none."""
+    if params is None:
+        raise ValueError("params must be the parameters, as in optimizer.update(updates, state, params), got None.")
+    return params
+
+
+def _of_short(params: optax.Params, gradients: optax.Updates) -> optax.Updates:
+    """Gradients, those of 16-bit parameters in float32."""
+    return jax.tree.map(lambda p, g: in_float32(g) if _is_short(p) else g, params, gradients)
+
+
 def _is_short(array: jax.Array) -> bool:
     return array.dtype in (jnp.bfloat16, jnp.float16)
 
 
-def _in_float32(array: jax.Array) -> jax.Array:
+def in_float32(array: jax.Array) -> jax.Array:
+    """An array of 16-bit floats in float32, any other as it is."""
     return array.astype(jnp.float32) if _is_short(array) else array
 
 
