@@ -169,8 +169,8 @@ def _with_rows(plan: Plan, rows: int, model: Decoder, batch: int) -> Plan:
     if rows >= -(-batch // devices) * devices * samples:
         return plan
     has_windows = any(own.window is not None for own in model.config.plan)
-    is_split = sharding is not None or has_windows or rows < _LEAST_ROWS or rows % _LAST
-    return dataclasses.replace(plan, rows=rows, last_rows=0 if is_split else rows // _LAST, prompts_at_once=at_once)
+    has_last = sharding is None and not has_windows and rows >= _LEAST_ROWS and rows % _LAST == 0
+    return dataclasses.replace(plan, rows=rows, last_rows=rows // _LAST if has_last else 0, prompts_at_once=at_once)
 
 
 def bound(number: int) -> int:

@@ -168,7 +168,7 @@ def _is_short(array: jax.Array) -> bool:
 
 
 def in_float32(array: jax.Array) -> jax.Array:
-    """An array of 16-bit floats in float32, any other as it is."""
+    """An array of 16-bit floats in float32, any other unchanged."""
     return array.astype(jnp.float32) if _is_short(array) else array
 
 
